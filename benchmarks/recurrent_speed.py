@@ -9,7 +9,8 @@ operator and strategy are compared with float64. Times are medians of the slowes
 a ratio is to fla's kernel alone, on as many tokens per GPU and without communication. The memory is the most that a
 pass allocates beyond its inputs. Five passes follow each other without a wait. For lines `speed` the GPU is kept busy
 before them, so that the host runs ahead, as in a step with much other work: these are times of the GPU. For lines
-`queued` the GPU is idle before, so that the time to launch short kernels counts, too.
+`queued` the GPU is idle before, so that the time to launch short kernels counts, too. For lines `graph` each pass is
+the replay of a CUDA graph, in which the host launches nothing; --graph asks for them, fla/cp is left out.
 
 fla refuses backward passes on Hopper with Triton 3.4 to 3.7.0, except of GLA. Its issue 640 tells of wrong gradients
 for tiles of 64 key channels; heads of 128 have tiles of 128. --allow-triton removes the refusal, for --check to verify.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -135,7 +137,54 @@ def check(rank: int, device: Any, operators: list[str], strategies: dict[str, An
                     )
 
 
-def speed(rank: int, device: Any, operator: str, strategies: dict[str, Any], tokens: int, rounds: int) -> None:
+class Replay:
+    """Passes of one competitor as replays of a CUDA graph, which is captured at the first."""
+
+    def __init__(self, function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> None:
+        self.function, self.inputs, self.dout = function, inputs, dout
+        self.graph: Any = None
+
+    def __call__(self) -> None:
+        if self.graph is None:
+            leaves = [x.detach().requires_grad_() for x in self.inputs]
+            self.graph = torch.cuda.CUDAGraph()
+            # NCCL's watchdog thread queries events meanwhile, which the global capture mode would refuse.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                out = self.function(*leaves)
+                torch.autograd.grad(out[0] if isinstance(out, tuple) else out, leaves, self.dout)
+            torch.cuda.synchronize()
+        self.graph.replay()
+
+
+def run_passes(
+    function: Callable[..., Any], inputs: list[Tensor], dout: Tensor, replay: Replay | None
+) -> list[tuple[float, float, float]]:
+    """Run five passes, and return the times of the last four: forward and backward (0 for a replay), and both, ms."""
+    passes = []
+    for _ in range(5):
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        leaves = [] if replay else [x.detach().requires_grad_() for x in inputs]
+        events[0].record()
+        if replay:
+            replay()
+        else:
+            out = function(*leaves)
+            out = out[0] if isinstance(out, tuple) else out
+            events[1].record()
+            out.backward(dout)
+            del out, leaves
+        events[2].record()
+        passes.append(events)
+    torch.cuda.synchronize()
+    return [
+        (0.0, 0.0, a.elapsed_time(c)) if replay else (a.elapsed_time(b), b.elapsed_time(c), a.elapsed_time(c))
+        for a, b, c in passes[1:]
+    ]
+
+
+def speed(
+    rank: int, device: Any, operator: str, strategies: dict[str, Any], tokens: int, rounds: int, *, graph: bool
+) -> None:
     """Print the times of the kernel alone, every strategy, and fla's own context parallelism."""
     inputs = inputs_of(operator, tokens, device)
     dout = torch.randn(1, tokens, HEADS, SIZE, device=device, dtype=DTYPE)
@@ -143,10 +192,18 @@ def speed(rank: int, device: Any, operator: str, strategies: dict[str, Any], tok
         "kernel alone": alone(operator),
         **{name: getattr(strategy, operator) for name, strategy in competitors_of(operator, strategies).items()},
     }
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {
+    times: dict[tuple[str, str], list[tuple[float, float, float]]] = {
         (kind, name): [] for kind in ("speed", "queued") for name in competitors
     }
+    replays = {name: Replay(function, inputs, dout) for name, function in competitors.items() if name not in PEERS}
+    replays = replays if graph else {}
+    times |= {("graph", name): [] for name in replays}
     memory = dict.fromkeys(competitors, 0)
+    started = time.monotonic()
+    for name, function in competitors.items():
+        run_passes(function, inputs, dout, None)
+        if rank == 0:
+            print(f"ready {operator} {tokens} {name}: {time.monotonic() - started:.0f} s", flush=True)
     order = list(times)
     for turn in range(rounds):
         for kind, name in order[turn % len(order) :] + order[: turn % len(order)]:
@@ -156,34 +213,20 @@ def speed(rank: int, device: Any, operator: str, strategies: dict[str, Any], tok
             before = torch.cuda.memory_allocated()
             if kind == "speed":
                 torch.cuda._sleep(HOST_LEAD)  # type: ignore[no-untyped-call]
-            # The first of the passes is not counted.
-            passes = []
-            for _ in range(5):
-                leaves = [x.detach().requires_grad_() for x in inputs]
-                events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
-                events[0].record()
-                out = competitors[name](*leaves)
-                out = out[0] if isinstance(out, tuple) else out
-                events[1].record()
-                out.backward(dout)
-                events[2].record()
-                passes.append(events)
-                del out, leaves
-            torch.cuda.synchronize()
-            memory[name] = torch.cuda.max_memory_allocated() - before
-            times[kind, name] += [(a.elapsed_time(b), b.elapsed_time(c)) for a, b, c in passes[1:]]
+            times[kind, name] += run_passes(competitors[name], inputs, dout, replays[name] if kind == "graph" else None)
+            if kind != "graph":
+                memory[name] = torch.cuda.max_memory_allocated() - before
     bases: dict[str, float] = {}
     for (kind, name), each in times.items():
         slowest = torch.tensor(each, device=device)
-        total = slowest.sum(1, keepdim=True)
-        slowest = torch.cat([slowest, total], 1)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         forward, backward, whole = slowest.median(0).values.tolist()
         spread = statistics.quantiles(slowest[:, 2].tolist(), n=4)
         base = bases.setdefault(kind, whole)
+        parts = "" if kind == "graph" else f" forward {forward:.3f} backward {backward:.3f}"
         if rank == 0:
             print(
-                f"{kind} {operator} {tokens} {name}: forward {forward:.3f} backward {backward:.3f} both {whole:.3f} ms"
+                f"{kind} {operator} {tokens} {name}:{parts} both {whole:.3f} ms"
                 f" (quartiles {spread[0]:.3f} {spread[2]:.3f}) ratio {whole / base:.3f}"
                 f" memory {memory[name] / 2**30:.2f} GiB",
                 flush=True,
@@ -198,6 +241,7 @@ def main() -> None:
     parser.add_argument("--operators", default=",".join(OPERATORS))
     parser.add_argument("--strategies", default=",".join([*STRATEGIES, *PEERS]))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--graph", action="store_true")
     parser.add_argument("--allow-triton", action="store_true")
     options = parser.parse_args()
     if options.allow_triton:
@@ -214,7 +258,7 @@ def main() -> None:
         print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for tokens in filter(None, options.tokens.split(",")):
         for operator in operators:
-            speed(rank, device, operator, in_pieces | strategies, int(tokens), options.rounds)
+            speed(rank, device, operator, in_pieces | strategies, int(tokens), options.rounds, graph=options.graph)
     if options.check:
         check(rank, device, operators, strategies)
     dist.barrier()

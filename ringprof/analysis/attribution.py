@@ -44,15 +44,21 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
     """Device activities by name, summed over all ranks, longest first."""
 
     @property
+    def slowest_iterations_ns(self) -> list[int]:
+        """Time of each iteration on its slowest rank; empty where the ranks have different numbers of iterations."""
+        if len({len(rank.iteration_ns) for rank in self.ranks}) != 1:
+            return []
+        return [max(walls) for walls in zip(*(rank.iteration_ns for rank in self.ranks), strict=True)]
+
+    @property
     def median_iteration(self) -> int | None:
         """Index of the iteration whose slowest rank took the median time (the lower of two middle ones).
 
         None where only one iteration is marked, or the ranks have different numbers of iterations.
         """
-        counts = {len(rank.iteration_ns) for rank in self.ranks}
-        if len(counts) != 1 or counts == {1}:
+        slowest = self.slowest_iterations_ns
+        if len(slowest) < 2:
             return None
-        slowest = [max(walls) for walls in zip(*(rank.iteration_ns for rank in self.ranks), strict=True)]
         return sorted(range(len(slowest)), key=lambda number: (slowest[number], number))[(len(slowest) - 1) // 2]
 
     @property

@@ -161,18 +161,20 @@ class RecurrenceShard(WorkloadShard):
         inputs = draw_inputs(workload, tokens, device, generator)
         shape = (workload.batch, tokens, workload.heads, workload.value_dim)
         dout = torch.randn(shape, generator=generator, device=device).to(torch_dtype(workload))
-        return cls.of(strategy, workload, inputs, dout if workload.backward else None)
+        return cls.of(strategy, workload, inputs, dout if workload.backward else None, cuda_graph=cuda_graph)
 
     @classmethod
     def of(
-        cls, strategy: Any, workload: Workload, inputs: Mapping[str, Tensor], dout: Tensor | None
-    ) -> RecurrenceShard:
+        cls, strategy: Any, workload: Workload, inputs: Mapping[str, Tensor], dout: Tensor | None, *,
+        cuda_graph: bool = False,
+    ) -> RecurrenceShard:  # fmt: skip
         """Create a share with these inputs, which then require gradients if there is ``dout`` (B, S/N, H, V)."""
         leaves = {name: x.contiguous().requires_grad_(dout is not None) for name, x in inputs.items()}
         empty = next(iter(leaves.values())).new_empty(0)
         return cls(
-            strategy=strategy, causal=True, q=empty, k=empty, v=empty, dout=dout, workload=workload, inputs=leaves
-        )
+            strategy=strategy, causal=True, q=empty, k=empty, v=empty, dout=dout, cuda_graph=cuda_graph,
+            workload=workload, inputs=leaves,
+        )  # fmt: skip
 
     def kernel(self) -> Any:
         """Return the meter of the recurrence's kernel, whose ``name`` is that of the kernel in the latest call."""
@@ -180,6 +182,9 @@ class RecurrenceShard(WorkloadShard):
 
     def run_iteration(self) -> Results:
         """Run one iteration, forward and backward if there is ``dout``, and return its results."""
+        if self.graph is not None:
+            self.graph.replay()
+            return self.graph_results[0]
         out = call_operator(self.strategy, self.workload, self.inputs)
         if self.dout is None:
             return RecurrenceResults(out)

@@ -103,13 +103,7 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     device = resolve_device(request.device)
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
-    if request.cuda_graph:
-        if device == "cpu":
-            raise UsageError("--cuda-graph needs GPUs")
-        if request.hops == "copy":
-            raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
-        if request.controls:
-            raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
+    _check_cuda_graph(request, device)
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
         request = msgspec.structs.replace(request, hops="nccl")
     world = resolve_world_size(request.world, device, rank_info)
@@ -133,6 +127,18 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     return msgspec.structs.replace(request, device=device, world=world, params=params, **_iterations(request, device))
 
 
+def _check_cuda_graph(request: RecordRequest, device: str) -> None:
+    """Raise `UsageError` where the request wants a CUDA graph that cannot be captured."""
+    if not request.cuda_graph:
+        return
+    if device == "cpu":
+        raise UsageError("--cuda-graph needs GPUs")
+    if request.hops == "copy":
+        raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
+    if request.controls:
+        raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
+
+
 def _iterations(request: RecordRequest, device: str) -> dict[str, int]:
     """Return the numbers of warm-up and timed iterations by field. Raises `UsageError`."""
     warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if device == "cuda" else 1)
@@ -146,8 +152,8 @@ def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> R
     workload = request.workload
     strategy = load_recurrent_strategy(request.strategy, workload.operator)
     unused = {
-        "cp-sizes": request.cp_sizes, "cuda-graph": request.cuda_graph, "layer": workload.layer,
-        "hops copy": request.hops == "copy", "param": request.params,
+        "cp-sizes": request.cp_sizes, "layer": workload.layer, "hops copy": request.hops == "copy",
+        "param": request.params,
     }  # fmt: skip
     for option, value in unused.items():
         if value:
@@ -155,6 +161,7 @@ def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> R
     if request.kernel not in RECURRENCE_KERNELS:
         raise UsageError(f"no kernel {request.kernel!r} for recurrences; there are: {', '.join(RECURRENCE_KERNELS)}")
     device = resolve_device(request.device)
+    _check_cuda_graph(request, device)
     world = resolve_world_size(request.world, device, rank_info)
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")

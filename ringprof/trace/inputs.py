@@ -81,6 +81,8 @@ def detect_bytes(data: bytes, name: str = "-") -> InputType:
 
 def _detect_file(name: str) -> Input:
     if not exists(name):
+        if os.path.islink(name):
+            raise InputError(f"{name}: a link to {os.readlink(name)}, which does not exist")
         raise InputError(f"{name}: no such file or folder{_suggestion(name)}")
     if not is_file(name):
         raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")

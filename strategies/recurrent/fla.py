@@ -5,13 +5,14 @@ Source: flash-linear-attention 0.6, whose functions do the work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
-from fla.ops.common.chunk_h import chunk_bwd_dh, chunk_fwd_h
+from fla.ops.common.chunk_h import chunk_bwd_kernel_dh, chunk_fwd_kernel_h
 from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv, chunk_bwd_dv_local, chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
@@ -28,7 +29,25 @@ from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
 from .kernel import Inputs, Saved
+from .launches import cached_kernel, with_cached_kernels
 from .pieces import CHUNK, PieceKernel, Pieces
+
+chunk_gated_delta_rule_bwd_dhu = with_cached_kernels(chunk_gated_delta_rule_bwd_dhu)
+chunk_gated_delta_rule_fwd_h = with_cached_kernels(chunk_gated_delta_rule_fwd_h)
+chunk_gated_delta_rule_fwd_intra = with_cached_kernels(chunk_gated_delta_rule_fwd_intra)
+prepare_wy_repr_bwd = with_cached_kernels(prepare_wy_repr_bwd)
+recompute_w_u_fwd = with_cached_kernels(recompute_w_u_fwd)
+chunk_bwd_dqkwg = with_cached_kernels(chunk_bwd_dqkwg)
+chunk_bwd_dv = with_cached_kernels(chunk_bwd_dv)
+chunk_bwd_dv_local = with_cached_kernels(chunk_bwd_dv_local)
+chunk_fwd_o = with_cached_kernels(chunk_fwd_o)
+chunk_gla_bwd_dA = with_cached_kernels(chunk_gla_bwd_dA)
+chunk_gla_bwd_dqk_intra = with_cached_kernels(chunk_gla_bwd_dqk_intra)
+chunk_gla_bwd_dqkg = with_cached_kernels(chunk_gla_bwd_dqkg)
+chunk_gla_bwd_dv = with_cached_kernels(chunk_gla_bwd_dv)
+chunk_gla_fwd_intra_gk = with_cached_kernels(chunk_gla_fwd_intra_gk)
+chunk_gla_fwd_o_gk = with_cached_kernels(chunk_gla_fwd_o_gk)
+chunk_local_cumsum = with_cached_kernels(chunk_local_cumsum)
 
 _WHOLE = 2**30
 """Split size, in tokens, at which the kernels of linear attention store one state per piece."""
@@ -54,7 +73,8 @@ class FlaDeltaRule(PieceKernel):
     def effects(self, x: Inputs, pieces: Pieces, local: Any) -> tuple[Tensor, Tensor]:
         k, w, u, total = map(pieces.split, local[:4])
         batch, heads, keys, values = x.state_shape
-        options = {"k": k, "w": w, "g": total, "output_final_state": True, "save_new_value": False, **pieces.options}
+        options = {"k": k, "w": w, "g": total, "output_final_state": True, "save_new_value": False}
+        options |= pieces.scan_options
         states = chunk_gated_delta_rule_fwd_h(u=u, **options)[2]
         # The transition is what becomes of the identity where nothing is written.
         transitions = chunk_gated_delta_rule_fwd_h(
@@ -104,7 +124,7 @@ class FlaDeltaRule(PieceKernel):
         q, k, _, total, _, _, w, _, _, dout, dwritten = local
         q, k, w, total, dout, dwritten = map(pieces.split, (q, k, w, total, dout, dwritten))
         return chunk_gated_delta_rule_bwd_dhu(
-            q=q, k=k, w=w, g=total, do=dout, dv=dwritten, scale=x.scale, **states, **pieces.options
+            q=q, k=k, w=w, g=total, do=dout, dv=dwritten, scale=x.scale, **states, **pieces.scan_options
         )
 
 
@@ -124,16 +144,19 @@ class FlaLinearAttention(PieceKernel):
 
     def effects(self, x: Inputs, pieces: Pieces, local: Any) -> tuple[Tensor, Tensor]:
         _, _, total = local
-        states = self._states(x, pieces, local, None, output_final_state=True, split_size=_WHOLE)[1]
+        states = self._states(x, pieces, local, None, ends=True)
         batch, *shape = x.state_shape
-        ends = total.view(-1, *x.g.shape[2:])[pieces.ends]
-        decay = (ends * pieces.counted[..., None, None]).sum(1).exp2()
+        if pieces.even and total.shape[1] % CHUNK == 0:
+            ends = total.view(batch * pieces.count, -1, CHUNK, *x.g.shape[2:])[:, :, -1]
+        else:
+            ends = total.view(-1, *x.g.shape[2:])[pieces.ends] * pieces.counted[..., None, None]
+        decay = ends.sum(1).exp2()
         return states.view(batch, -1, *shape), decay.view(batch, -1, *x.transition_shape[1:])
 
     def forward(self, x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None) -> tuple[Tensor, Saved]:
         k, v, total = local
         q = pieces.whole(x.q)
-        h = self._states(x, pieces, local, initial)[0]
+        h = self._states(x, pieces, local, initial)
         options = {"h": h, "g": total, "scale": x.scale, **pieces.options}
         if not _by_channel(x):
             return chunk_fwd_o(q=q, k=k, v=v, **options), (total,)
@@ -142,18 +165,15 @@ class FlaLinearAttention(PieceKernel):
 
     def prepare_backward(self, x: Inputs, pieces: Pieces, kept: Any, initial: Tensor | None, dout: Tensor) -> Any:
         q, k, v = (pieces.whole(tensor) for tensor in (x.q, x.k, x.v))
-        h = self._states(x, pieces, (k, v, kept[0]), initial, states_in_fp32=True)[0]
+        h = self._states(x, pieces, (k, v, kept[0]), initial, dtype=torch.float32)
         return q, k, v, kept, h, dout
 
     def effects_backward(self, x: Inputs, pieces: Pieces, local: Any) -> Tensor:
-        batch, *shape = x.state_shape
-        like = x.q.new_empty(batch * pieces.count, *shape, dtype=torch.float32)
-        gradients: Tensor = self._pass_back(x, pieces, local, like, None, split_size=_WHOLE)[1]
-        return gradients
+        return self._pass_back(x, pieces, local, None, starts=True)
 
     def backward(self, x: Inputs, pieces: Pieces, local: Any, terminal: Tensor | None) -> Sequence[Tensor]:
         q, k, v, (total, *scores), h, dout = local
-        dh = self._pass_back(x, pieces, local, None, terminal)[0]
+        dh = self._pass_back(x, pieces, local, terminal)
         common = {"do": dout, "g": total, **pieces.options}
         if scores:
             dv = chunk_gla_bwd_dv(k=k, A=scores[0], dh=dh, **common)
@@ -166,22 +186,67 @@ class FlaLinearAttention(PieceKernel):
         return dq, dk, dv, chunk_local_cumsum(dg, CHUNK, reverse=True, **pieces.options)
 
     @staticmethod
-    def _states(x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None, **options: Any) -> Any:
-        """Return the states before all chunks, and the last ones of all pieces where the options want them."""
+    def _states(
+        x: Inputs, pieces: Pieces, local: Any, initial: Tensor | None, *, ends: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the states before all chunks, in ``dtype`` (None: k's), or with ``ends`` those after all pieces."""
         k, v, total = map(pieces.split, local)
-        return chunk_fwd_h(k=k, v=v, **_gates(x, total), h0=initial, **_lengths(pieces), **options)
+        scan, h, last = _prepare_scan(x, pieces, k, dtype or k.dtype, ends=ends)
+        _FORWARD_SCAN[scan.grid](
+            k=k, v=v, h=h, **_gates(x, total), h0=initial, ht=last, **scan.arguments,
+        )  # fmt: skip
+        return h if last is None else last
 
     @staticmethod
-    def _pass_back(
-        x: Inputs, pieces: Pieces, local: Any, like: Tensor | None, terminal: Tensor | None, **options: Any
-    ) -> Any:
-        """Return the gradients of the states after all chunks, and of the first states where ``like`` is given."""
-        q, k, v, (total, *_), _, dout = local
-        q, k, v, total, dout = map(pieces.split, (q, k, v, total, dout))
-        return chunk_bwd_dh(
-            q=q, k=k, v=v, **_gates(x, total), do=dout, h0=like, dht=terminal, scale=x.scale, states_in_fp32=True,
-            **_lengths(pieces), **options,
+    def _pass_back(x: Inputs, pieces: Pieces, local: Any, terminal: Tensor | None, *, starts: bool = False) -> Tensor:
+        """Return the gradients of the states after all chunks, or with ``starts`` of those before all pieces."""
+        q, k, _, (total, *_), _, dout = local
+        q, k, total, dout = map(pieces.split, (q, k, total, dout))
+        scan, dh, first = _prepare_scan(x, pieces, k, torch.float32, ends=starts)
+        _BACKWARD_SCAN[scan.grid](
+            q=q, **_gates(x, total), do=dout, dh=dh, dht=terminal, dh0=first, **scan.arguments, scale=x.scale,
+            HQ=k.shape[2], NG=1,
         )  # fmt: skip
+        return dh if first is None else first
+
+
+# fla's functions around these kernels make the host wait for the GPU where pieces are not even.
+_FORWARD_SCAN, _BACKWARD_SCAN = cached_kernel(chunk_fwd_kernel_h), cached_kernel(chunk_bwd_kernel_dh)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """Grid and arguments of `_FORWARD_SCAN` and `_BACKWARD_SCAN` that are no tensors of tokens and states."""
+
+    grid: Callable[[dict[str, Any]], tuple[int]]
+    arguments: dict[str, Any]
+
+
+def _prepare_scan(
+    x: Inputs, pieces: Pieces, k: Tensor, dtype: torch.dtype, *, ends: bool
+) -> tuple[_Scan, Tensor, Tensor | None]:
+    """Return the scan over all pieces, memory for the states of all chunks in ``dtype``, and for one state per piece.
+
+    With ``ends`` the first memory has room for one state per piece only; without, the second is None.
+    """
+    (rows, tokens, heads, keys), values = k.shape, x.v.shape[-1]
+    every = x.v.shape[0] * pieces.count
+    count = every if ends else len(pieces.chunks)
+    h = k.new_empty(rows, count // rows, heads, keys, values, dtype=dtype)
+    end = k.new_empty(every, heads, keys, values, dtype=torch.float32) if ends else None
+    by_channel = _by_channel(x)
+    arguments = {
+        "cu_seqlens": None if pieces.even else pieces.bounds,
+        "split_offsets": None if pieces.even else pieces.offsets[int(ends)],
+        "T": tokens, "H": heads, "K": keys, "V": values, "BT": CHUNK, "BS": _WHOLE if ends else CHUNK,
+        "USE_G": not by_channel, "USE_G_GAMMA": False, "USE_GK": by_channel, "USE_GV": False, "STATE_V_FIRST": False,
+    }  # fmt: skip
+
+    def grid(tuned: dict[str, Any]) -> tuple[int]:
+        return (-(-keys // tuned["BK"]) * -(-values // tuned["BV"]) * every * heads,)
+
+    return _Scan(grid, arguments), h, end
 
 
 @lru_cache(maxsize=4)
@@ -195,7 +260,9 @@ def _delta_states(
 ) -> tuple[Tensor, Tensor]:
     """Return the states before all chunks, and what the tokens write, of u's shape."""
     k, w, values, total = map(pieces.split, (k, w, u, total))
-    h, written, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=values, g=total, initial_state=initial, **pieces.options)
+    h, written, _ = chunk_gated_delta_rule_fwd_h(
+        k=k, w=w, u=values, g=total, initial_state=initial, **pieces.scan_options
+    )
     return h, written.view_as(u)
 
 
@@ -203,9 +270,6 @@ def _by_channel(x: Inputs) -> bool:
     return x.g.shape[-1] > 1
 
 
-def _gates(x: Inputs, total: Tensor) -> dict[str, Tensor]:
-    return {"gk" if _by_channel(x) else "g": total}
-
-
-def _lengths(pieces: Pieces) -> dict[str, Any]:
-    return {} if pieces.even else {"cu_seqlens": pieces.bounds}
+def _gates(x: Inputs, total: Tensor) -> dict[str, Tensor | None]:
+    by_channel = _by_channel(x)
+    return {"g": None if by_channel else total, "g_gamma": None, "gk": total if by_channel else None, "gv": None}

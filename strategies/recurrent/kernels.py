@@ -7,6 +7,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from ..errors import Unsupported
 from .kernel import Inputs, RecurrenceKernel
@@ -33,6 +34,11 @@ def choose_kernel(name: str, x: Inputs) -> RecurrenceKernel:
     from .fla import FlaDeltaRule, FlaLinearAttention  # imports Triton
 
     return FlaLinearAttention() if x.beta is None else FlaDeltaRule()
+
+
+def convolves_by_fla(name: str, x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernel ``name``, one of `NAMES`, convolves x with flash-linear-attention's kernel."""
+    return name != "reference" and x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and _is_installed()
 
 
 @lru_cache(maxsize=1)

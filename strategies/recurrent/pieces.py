@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -46,11 +46,18 @@ class Pieces:
     """1 for each chunk of a piece, else 0 (float32, pieces x chunks)."""
     chunks: Tensor
     """Piece, and position in the piece, of every chunk (int64, chunks x 2)."""
+    offsets: tuple[Tensor, Tensor]
+    """Cumulative numbers of the pieces' chunks, and of the pieces themselves (int64, pieces + 1)."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments that tell fla's kernels where the pieces are."""
         return {} if self.even else {"cu_seqlens": self.bounds, "chunk_indices": self.chunks}
+
+    @property
+    def scan_options(self) -> dict[str, Any]:
+        """Keyword arguments that tell fla's kernels of the delta rule, which pass states, where the pieces are."""
+        return {} if self.even else {**self.options, "chunk_offsets": self.offsets[0]}
 
     def whole(self, x: Tensor) -> Tensor:
         """Return a dense tensor (B, S, ...) for kernels that compute chunks apart: if not even, (1, B S, ...)."""
@@ -75,12 +82,14 @@ def pieces_of(bounds: tuple[int, ...], batch: int, piece: int, device: torch.dev
     every = [*(entry * bounds[-1] + cut for entry in range(batch) for cut in cuts), batch * bounds[-1]]
     chunk_ends = [[min(start + CHUNK, end) - 1 for start in range(first, end, CHUNK)] for first, end in pairwise(every)]
     most = max(map(len, chunk_ends))
+    chunk_offsets = [0, *accumulate(map(len, chunk_ends))]
     cumulative = torch.tensor(every, device=device)
     return Pieces(
         len(cuts), frozenset(starts), len(cuts) == 1 or (len(bounds) == 2 and bounds[-1] % piece == 0), cumulative,
         torch.tensor([[*ends, *[0] * (most - len(ends))] for ends in chunk_ends], device=device),
         torch.tensor([[1.0] * len(ends) + [0.0] * (most - len(ends)) for ends in chunk_ends], device=device),
         torch.tensor([[i, chunk] for i, ends in enumerate(chunk_ends) for chunk in range(len(ends))], device=device),
+        (torch.tensor(chunk_offsets, device=device), torch.arange(len(every), device=device)),
     )  # fmt: skip
 
 

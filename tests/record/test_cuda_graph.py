@@ -14,8 +14,11 @@ from tests.record.command import run
 REFUSED = ["record", "--strategy", "zigzag", "--cuda-graph", "--seq", "2048", "--heads", "2", "--head-dim", "64"]
 
 
-def test_cuda_graph_on_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*REFUSED, "--device", "cpu", "-o", str(tmp_path / "run.json")]) == 2
+@pytest.mark.parametrize("options", [[], ["--operator", "gdn", "--strategy", "state-scan"]])
+def test_cuda_graph_on_cpu_is_refused(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    assert cli.run([*REFUSED, *options, "--device", "cpu", "-o", str(tmp_path / "run.json")]) == 2
     assert "--cuda-graph needs GPUs" in capsys.readouterr().err
 
 
@@ -32,11 +35,30 @@ def test_options_that_a_cuda_graph_cannot_capture_are_refused(tmp_path: Path, op
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_graph_replays_are_timed_profiled_and_counted(tmp_path: Path) -> None:
-    size = ["--seq", "4096", "--heads", "8", "--head-dim", "128", "--world", "2", "--iters", "5"]
+@pytest.mark.parametrize(
+    "what",
+    [
+        ["--strategy", "zigzag"],
+        [
+            "--operator",
+            "simple-gla",
+            "--strategy",
+            "state-ring",
+            "--conv-width",
+            "4",
+            "--documents",
+            "lognormal:mean=1024,sigma=1.2,seed=7",
+        ],
+        # The reference of the delta rule is slow.
+        ["--operator", "gdn", "--strategy", "state-scan", "--seq", "1024"],
+        ["--operator", "gla", "--strategy", "state-a2a"],
+    ],
+)
+def test_graph_replays_are_timed_profiled_and_counted(what: list[str], tmp_path: Path) -> None:
+    size = ["--seq", "4096", "--heads", "16", "--head-dim", "128", "--world", "2", "--iters", "5"]
     runs = []
-    for options in (["--hops", "nccl"], ["--cuda-graph"]):
-        ended = run(["record", "--strategy", "zigzag", *size, *options], tmp_path)
+    for options in ([] if "--operator" in what else ["--hops", "nccl"], ["--cuda-graph"]):
+        ended = run(["record", *size, *what, *options], tmp_path)
         assert ended.returncode == 0, ended.stderr
         runs.append(read_run(tmp_path / "traces" / "run.json"))
     plain, graphed = runs

@@ -65,7 +65,7 @@ def _cuda_graph(case: Case, m: re.Match[str]) -> None:
     used = recorded_strategy(case)
     assert not case.on_cpu and used["hops"] != "copy" and not used["cuda_graph"] and case.run["timings"]
     work = case.run["workload"]
-    assert not (work["layer"] or work["sequences"] or work["operator"] != "attention"), "refused together"
+    assert not (work["layer"] or work["sequences"]), "refused together"
 
 
 @rule("remedy", r"fewer NCCL channels")
@@ -130,6 +130,16 @@ def _state_scan(case: Case, m: re.Match[str]) -> None:
 def _same_work(case: Case, m: re.Match[str]) -> None:
     compute = [row["compute_ns"] for row in case.ranks.values()]
     assert max(compute) > min(compute)
+
+
+@rule("remedy", rf"ranks? (\d+)(?: and (\d+))? computes?(?: at least)? {MS}, all others at most {MS}")
+def _ranks_that_compute_longest(case: Case, m: re.Match[str]) -> None:
+    named = {int(rank) for rank in (m[1], m[2]) if rank}
+    times = {rank: row["compute_ns"] for rank, row in case.ranks.items()}
+    others = [time for rank, time in times.items() if rank not in named]
+    milliseconds(m[3], min(times[rank] for rank in named))
+    milliseconds(m[4], max(others))
+    assert min(times[rank] for rank in named) > 1.02 * max(others) and len(others) > len(named)
 
 
 @rule("remedy", r"((?:zigzag|double-ring|burst|usp)(?:(?:, | or )(?:double-ring|burst|usp))*) "

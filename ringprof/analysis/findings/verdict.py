@@ -16,7 +16,6 @@ from ringprof.analysis.findings.recommendations import (
     UNBALANCED,
     known_contiguous,
     late_ranks,
-    longest_on_wire,
     rate_to_hide,
     rises_with_rank,
     slow_between_hosts,
@@ -414,8 +413,9 @@ def next_step_of(facts: Findings) -> NextStep | None:
     """Return the largest loss with a recommendation; None without a loss, or where nothing can be said about it."""
     waterfall, attribution = facts.waterfall, facts.attribution
     name = waterfall.largest_loss()
-    is_small = waterfall.of(name) < WORTH_NAMING * waterfall.wall_ns
-    if is_small and is_attention(attribution):
+    min_ns = WORTH_NAMING * waterfall.wall_ns
+    is_small = waterfall.of(name) < min_ns
+    if is_small and is_attention(attribution) and waterfall.of(*waterfall.needed_work()) < min_ns:
         name = waterfall.attention_loss()
     part = next((candidate for candidate in waterfall.parts if candidate.part == name), None)
     if attribution.lacks_device or part is None or (is_small and name not in ATTENTION_PARTS):
@@ -445,7 +445,8 @@ def _next_step_text(facts: Findings, part: WaterfallPart, gain_ns: int, recommen
     loss, wall = milliseconds(part.time_ns), milliseconds(waterfall.wall_ns)
     if part.part == "slower_kernel":
         name, evidence = WATERFALL_LABELS[part.part], waterfall.kernels.evidence
-        return f"Largest loss: {name}, {loss} of {wall}: {evidence}. To try: {recommendation}."
+        scope = _scope(waterfall, part.time_ns)
+        return f"Largest loss{scope}: {name}, {loss} of {wall}: {evidence}. To try: {recommendation}."
     if part.part in ("kernel", "kernel_limit"):
         # The distance to a peak is no loss that a change is known to remove.
         reason = waterfall.kernels.evidence or waterfall.kernels.unknown
@@ -453,11 +454,12 @@ def _next_step_text(facts: Findings, part: WaterfallPart, gain_ns: int, recommen
         return f"In the attention kernels: {reason}{advice}."
     if part.part in ATTENTION_PARTS:
         tenth = milliseconds(waterfall.of(*ATTENTION_PARTS) / 10)
-        text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"
+        scope = _scope(waterfall, part.time_ns)
+        text = f"Largest loss{scope}: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"
         return f"{text}; 10 % faster attention saves {tenth}."
-    hides = rate_to_hide(facts.attribution, longest_on_wire(facts.summary)) if part.part == "exposed_wire" else ""
+    hides = rate_to_hide(facts.attribution, facts.summary) if part.part == "exposed_wire" else ""
     named_parts = _parts_named_with(waterfall, part.part)
-    scope = " outside attention" if waterfall.of(*ATTENTION_PARTS) > waterfall.of(*named_parts) else ""
+    scope = _scope(waterfall, waterfall.of(*named_parts), attention_ns=waterfall.of(*ATTENTION_PARTS))
     name = f"{_part_name(facts, part.part)}, {loss} of {wall}"
     if len(named_parts) > 1:
         together_text, part_name = milliseconds(waterfall.of(*named_parts)), _part_name(facts, part.part)
@@ -467,11 +469,18 @@ def _next_step_text(facts: Findings, part: WaterfallPart, gain_ns: int, recommen
     return f"Largest loss{scope}: {name}{bound}{advice}."
 
 
+def _scope(waterfall: Waterfall, loss_ns: int, *, attention_ns: int = 0) -> str:
+    """Return `` outside A and B``: the computation that takes longer than a loss and is none; empty without any."""
+    longer = [WATERFALL_LABELS[part] for part in waterfall.needed_work() if waterfall.of(part) > loss_ns]
+    names = [*(["attention"] if attention_ns > loss_ns else []), *longer]
+    return f" outside {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}" if names else ""
+
+
 def _parts_named_with(waterfall: Waterfall, part: str) -> tuple[str, ...]:
     """Return the parts that are named as one loss.
 
     These are all parts of communication, where they are the largest loss together but not one of them alone.
     """
-    others = (*COMPUTE_PARTS, *IDLE_PARTS, "other_groups")
+    others = {*COMPUTE_PARTS, *IDLE_PARTS, "other_groups"}.difference(waterfall.needed_work())
     is_alone = part not in COMMUNICATION_PARTS or waterfall.of(part) >= max(map(waterfall.of, others))
     return (part,) if is_alone else COMMUNICATION_PARTS

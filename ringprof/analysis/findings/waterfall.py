@@ -20,7 +20,7 @@ Parts that the evidence cannot separate are shown as one part with a name of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 
 import msgspec
@@ -148,23 +148,28 @@ class Waterfall(msgspec.Struct, frozen=True):
         bound_of_part |= dict.fromkeys(("exposed_wire", "peer_wait", "exposed_unsplit"), self.bounds.free_ns)
         return max(0, min(self.of(part), self.wall_ns - bound_of_part.get(part, 0)))
 
-    def largest_loss(self) -> str:
-        """Return the longest part outside the attention kernels, or ``slower_kernel`` if that is longer.
+    def needed_work(self) -> list[str]:
+        """List the parts of computation outside attention that no recommendation would shorten: work, and no loss."""
+        return [part.part for part in self.parts if part.part in COMPUTE_PARTS and not part.remedy]
 
-        `largest_outside` says which part outside the attention kernels counts.
+    def largest_loss(self) -> str:
+        """Return the longest loss outside the attention kernels, or ``slower_kernel`` if that is longer.
+
+        `largest_outside` says which part outside the attention kernels counts; parts of `needed_work` are no losses.
         """
-        outside = self.largest_outside()
+        outside = self.largest_outside(self.needed_work())
         together = self.of(*COMMUNICATION_PARTS) if outside in COMMUNICATION_PARTS else self.of(outside)
         slower_kernel_ns = self.of("slower_kernel")
         return "slower_kernel" if slower_kernel_ns > max(together, WORTH_NAMING * self.wall_ns) else outside
 
-    def largest_outside(self) -> str:
-        """Return the longest part outside the attention kernels.
+    def largest_outside(self, excluded: Collection[str] = ()) -> str:
+        """Return the longest part outside the attention kernels that is not ``excluded``.
 
         The parts of communication count together, and the longest of them is returned if they exceed every other part.
         If each of them is too small to be named and another part is not, the other part is returned.
         """
-        largest_other = max((*COMPUTE_PARTS, *IDLE_PARTS, "other_groups"), key=self.of)
+        others = (*COMPUTE_PARTS, *IDLE_PARTS, "other_groups")
+        largest_other = max((part for part in others if part not in excluded), key=self.of)
         largest_communication = max(COMMUNICATION_PARTS, key=self.of)
         min_ns = WORTH_NAMING * self.wall_ns
         communication_first = self.of(*COMMUNICATION_PARTS) >= self.of(largest_other)
@@ -384,7 +389,9 @@ def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionW
     return {
         "attention": attention,
         **_work_evidence(attribution, work),
-        "imbalance": ", ".join(computing),
+        "imbalance": ", ".join(computing)
+        if least is not most
+        else computing[0].replace(f"rank {least.rank}", "each rank"),
         "exposed_wire": f"on the wire with no computation beside it; {', '.join(rates[:3]) or 'rates not known'}",
         "peer_wait": "waiting beyond what the ranks' computation differs by",
         "exposed_unsplit": unsplit,

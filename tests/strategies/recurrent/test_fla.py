@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringprof.strategies.recurrent import pieces
+from ringprof.strategies.recurrent.convolution import convolve
 from ringprof.strategies.recurrent.kernel import Inputs, Shard
 from ringprof.strategies.recurrent.kernels import choose_kernel
 from ringprof.strategies.recurrent.reference import ReferenceRecurrence
@@ -56,3 +57,56 @@ def test_phases_of_fla_equal_the_reference(operator: str, monkeypatch: pytest.Mo
             assert (result is None) == (truth is None)
             if result is not None and truth is not None:
                 assert float((result.double() - truth).abs().max() / truth.abs().max()) < 3e-2
+
+
+def test_a_second_call_launches_the_compiled_kernels_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fla")
+    from ringprof.strategies.recurrent.fla import FlaLinearAttention
+    from ringprof.strategies.recurrent.launches import CachedKernel
+
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 512, 16, SIZE, device="cuda").bfloat16() for _ in range(4))
+    g = -torch.rand(1, 512, 16, 1, device="cuda")
+    kernel, shard = FlaLinearAttention(), Shard((0, 512), True, False)
+    if choose_kernel("auto", Inputs.of([q, k, v, g], 1.0)).name != "fla":
+        pytest.skip("these kernels do not run here")
+    state = torch.randn(1, 16, SIZE, SIZE, device="cuda")
+
+    def compute(x: Inputs) -> list[Tensor]:
+        return [tensor for tensor in phases(kernel, x, shard, state, dout, None) if tensor is not None]
+
+    first = compute(Inputs.of([q, k, v, g], 1.0))
+    searches: list[Any] = []
+    search = CachedKernel._search
+
+    def search_and_count(kernel: CachedKernel, *call: Any) -> None:
+        searches.append(call)
+        search(kernel, *call)
+
+    monkeypatch.setattr(CachedKernel, "_search", search_and_count)
+    # Other memory, the same numbers.
+    second = compute(Inputs.of([tensor.clone() for tensor in (q, k, v, g)], 1.0))
+    assert not searches
+    for expected, actual in zip(first, second, strict=True):
+        assert torch.equal(actual, expected)
+    # Another scale is another set of arguments.
+    third = compute(Inputs.of([q, k, v, g], 0.5))
+    assert searches and not torch.equal(third[0], first[0])
+
+
+@pytest.mark.parametrize(("bounds", "batch"), [((0, 700), 2), ((0, 1, 300, 302, 700), 1)])
+def test_the_convolution_of_fla_equals_float64(bounds: tuple[int, ...], batch: int) -> None:
+    pytest.importorskip("fla")
+    torch.manual_seed(0)
+    tokens, channels, width = bounds[-1], 6144, 4
+    shapes = [(batch, tokens, channels), (batch, width - 1, channels), (channels, width), (channels,)]
+    tensors = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    dout = torch.randn(shapes[0], device="cuda").bfloat16()
+    results = []
+    for by_fla, dtype in ((True, torch.bfloat16), (False, torch.float64)):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        x, halo, weight, bias = leaves
+        out = convolve(x, halo, weight, bias, bounds, by_fla=by_fla)
+        results.append([out, *torch.autograd.grad(out, leaves, dout.to(dtype))])
+    for result, truth in zip(*results, strict=True):
+        assert float((result.double() - truth).abs().max() / truth.abs().max()) < 1e-2

@@ -139,3 +139,27 @@ def test_a_recurrence_in_pieces_equals_the_whole(operator: str) -> None:
         for result, truth in zip(actual, expected, strict=True):
             assert (result is None) == (truth is None)
             assert result is None or truth is None or torch.allclose(result, truth, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("bounds", [(0, 192), (0, 150), (0, 30, 70, 300)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_indices_of_pieces_are_those_found_token_by_token(bounds: tuple[int, ...], batch: int) -> None:
+    """Walk over all tokens; a piece ends at a border of documents or after 128 tokens, a chunk after `CHUNK`."""
+    pieces = pieces_of(bounds, batch, 2 * CHUNK, torch.device("cpu"))
+    chunks: list[tuple[int, int]] = []
+    ends: list[int] = []
+    piece = -1
+    for entry in range(batch):
+        start = 0
+        for token in range(bounds[-1]):
+            if token in bounds or token - start == 2 * CHUNK:
+                piece, start = piece + 1, token
+            if (token - start) % CHUNK == 0:
+                chunks.append((piece, (token - start) // CHUNK))
+                ends.append(0)
+            ends[-1] = entry * bounds[-1] + token
+    assert pieces.chunks.tolist() == [list(chunk) for chunk in chunks]
+    first, each = (offsets.tolist() for offsets in pieces.offsets)
+    assert each == list(range(piece + 2)) and pieces.count * batch == piece + 1
+    assert [index for index, (_, chunk) in enumerate(chunks) if chunk == 0] == first[:-1] and first[-1] == len(chunks)
+    assert pieces.ends[pieces.counted.bool()].tolist() == ends

@@ -157,7 +157,6 @@ def refusals(rank: int) -> list[str]:
     return messages
 
 
-@pytest.mark.processes
 def test_reach_is_the_number_of_ranks_before_one_that_hold_its_documents() -> None:
     """Count, for the first token of every rank, the earlier ranks that hold tokens of its document."""
     rng = random.Random(3)
@@ -173,6 +172,7 @@ def test_reach_is_the_number_of_ranks_before_one_that_hold_its_documents() -> No
         assert reach_of(bounds, size) == max(map(len, before))
 
 
+@pytest.mark.processes
 def test_calls_that_cannot_be_meant_are_refused_on_every_rank() -> None:
     expected = (
         "the ranks call with different documents", "the documents end at 7, and the sequence has 8 tokens",
