@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.report.sections.run import describe_run
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
 from ringprof.scale.pipeline import attribute
@@ -161,6 +162,12 @@ def test_a_run_shows_its_workload_check_and_speed():
     assert "GFLOP/s per device achieved (median of 3," in text
     assert "its attention kernels run at" in text
     assert "3.00 ms per iteration without the profiler, 10.0 % slower with it; peak memory 1.0 GiB per device" in text
+
+
+def test_a_captured_block_without_a_workload_is_called_one():
+    run = replace(recorded_run(), name="mine", strategy=None, workload=None, kernel=None)
+    assert describe_run(replace(run, timings=None)) == "captured block mine"
+    assert describe_run(run) == "mine"
 
 
 def test_warnings_are_shown_with_their_code():
