@@ -42,7 +42,9 @@ def test_terminal_report_begins_with_the_most_important():
     assert lines[8].startswith("35 % of SendRecv time was waiting for a peer, 65 % on the wire (288 GB/s; 438 best")
 
 
-@pytest.mark.parametrize(("last", "words"), [(149, "4 iterations"), (150, "4 iterations of 0.100 ms to 0.150 ms")])
+@pytest.mark.parametrize(
+    ("last", "words"), [(149, "4 iterations"), (150, "4 iterations, whose work spans 0.100 ms to 0.150 ms")]
+)
 def test_first_line_states_iterations_of_different_lengths(last, words):
     """A warm-up inside the window makes up most of its sums, so the first line must show it."""
     builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
