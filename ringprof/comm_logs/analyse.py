@@ -131,7 +131,8 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     late, late_by = ([], "") if two_jobs else _lateness(matches, by_key, same_clock=same_clock)
     labels = {key: group.label for log in logs for key, group in log.groups.items()}
     warnings = [*notices, *(notice for log in logs for notice in log.notices), *matches.notices]
-    warnings += _missing_ranks(logs)
+    absent = _missing_ranks(logs)
+    warnings += absent
     if matches.clock_conflict is not None:
         first, second, excess = matches.clock_conflict
         text = f"the clocks of ranks {first} and {second} differ by at least {milliseconds(excess)}"
@@ -159,6 +160,9 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     ranks = tuple(_rank_row(log.rank, of_rank[log.rank], late, excess_ns) for log in logs)
     standings = _standings(logs, rows, matches, labels, one_job=not two_jobs)
     verdict = (two_jobs,) if two_jobs else tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks))
+    unfinished = any(row.operation.state != COMPLETED for row in ordered)
+    if absent and unfinished and not two_jobs and not any(standing.waits_for for standing in standings):
+        verdict += (f"Which rank is waited for needs the dumps of all ranks: {absent[0].message}.",)
     return CommLogFindings(
         source=logs[0].source, versions=tuple(dict.fromkeys(version for log in logs for version in log.versions)),
         logs=tuple(logs), rows=ordered, ranks=ranks,

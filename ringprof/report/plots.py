@@ -368,7 +368,7 @@ def _axes_or_new(ax: Axes | None, rows: float) -> Axes:
 
 def _label_rows(ax: Axes, names: Sequence[str]) -> None:
     """Label the rows downward with names, only as many as fit."""
-    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_ylim(max(1, len(names)) - 0.5, -0.5)  # equal limits are a warning of matplotlib
     stride = max(1, -(-len(names) * POINTS_PER_LABEL // _height_points(ax)))
     labelled = range(0, len(names), int(stride))
     ax.set_yticks(list(labelled), [_escape_dollars(clean(names[row])) for row in labelled])

@@ -110,8 +110,8 @@ def header_of(attribution: Attribution, summary: Summary) -> str:
     elif summary.iterations > 1:
         times = attribution.slowest_iterations_ns or [0]
         uneven = max(times) >= _UNEVEN * min(times) > 0
-        # Sums over a warm-up and short steps are mostly those of the warm-up.
-        spread = f" of {milliseconds(min(times))} to {milliseconds(max(times))}" if uneven else ""
+        # Sums over a warm-up and short steps are mostly those of the warm-up. Idle time between steps belongs to none.
+        spread = f", whose work spans {milliseconds(min(times))} to {milliseconds(max(times))}" if uneven else ""
         fewest = min(len(rank.iteration_ns) for rank in ranks)
         fewer = f"{fewest} to " if fewest < summary.iterations else ""
         parts.append(f"{fewer}{summary.iterations} iterations{spread}")

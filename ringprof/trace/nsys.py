@@ -106,6 +106,9 @@ def read_nsys(path: str | os.PathLike[str], budget: MemoryBudget | None = None) 
     file = Path(name)
     if not file.is_file():
         raise InputError(f"{name}: no such file")
+    with file.open("rb") as stream:
+        if stream.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
+            raise InputError(f"{name}: a compressed SQLite file: unpack it first (gunzip, zstd -d)")
     for journal in (Path(f"{name}-wal"), Path(f"{name}-journal")):
         if journal.is_file() and journal.stat().st_size:
             raise InputError(f"{name}: changes to it wait in {journal.name}: let the program that writes it end first")

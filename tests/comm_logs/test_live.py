@@ -100,6 +100,13 @@ def test_messages_of_inspector_have_peers_and_no_times_of_the_device() -> None:
     assert "96 of 120 operations have no time on the device" in analysis.warnings[-1].message
 
 
+def test_one_rank_of_a_hung_job_says_that_the_others_dumps_are_needed() -> None:
+    verdict = load_comm_logs(FOLDER / "hang" / "timeout_rank_0").verdict
+    assert verdict[-1] == "Which rank is waited for needs the dumps of all ranks: 1 of 2 ranks have no log here: 1."
+    # The rank that stopped has nothing open, so nothing is said of waiting.
+    assert not load_comm_logs(FOLDER / "hang" / "timeout_rank_1").verdict
+
+
 def test_the_rank_that_stopped_is_found_in_pytorchs_own_dumps() -> None:
     analysis = load_comm_logs(FOLDER / "hang")
     sentences = analysis.verdict

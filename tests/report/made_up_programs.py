@@ -188,6 +188,20 @@ def data_parallel(computes: Sequence[int], wire: int = 300) -> Program:
     return builders, None
 
 
+def clocks_apart() -> Program:
+    """Return two ranks that reduce twice, the second by a clock that is 2 ms ahead: no host is named."""
+    builders = []
+    for rank, ahead in enumerate((0, 2 * MS)):
+        b = Builder(rank=rank, world_size=2)
+        for number in range(2):
+            start = number * 2 * MS + ahead
+            own = collective("allreduce", group_ranks=(0, 1), group_size=2)
+            b.run(GEMM, start, start + MS, launched=start + 1)
+            b.run(f"{NCCL[:15]}AllReduce", start + MS, start + 1_500_000, launched=start + 2, own=own, stream=20)
+        builders.append(b)
+    return builders, None
+
+
 def two_groups_at_once() -> Program:
     """Return a sharded step that computes for 3 ms, then gathers and scatters in two groups that overlap in time."""
     builders = []
@@ -361,6 +375,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "data parallel, one late": partial(data_parallel, [600, 900], 20),
     "data parallel, one computes longest": partial(data_parallel, [300, 310, 900, 305], 20),
     "data parallel, two compute longest": partial(data_parallel, [300, 900, 310, 880, 305, 300], 20),
+    "clocks apart": clocks_apart,
     "two groups at once": two_groups_at_once,
     "data parallel with shapes": with_shapes,
     "sharded without records": unrecorded_sharding,

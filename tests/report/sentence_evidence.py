@@ -146,6 +146,14 @@ def _fitted(case: Case, m: re.Match[str]) -> None:
     assert abs(float(m[2].replace(",", "")) - max(map(abs, clocks["offsets_ns"].values())) / 1e3) <= 0.051
 
 
+@rule("warning", r"a transfer ends before its partner begins: no wait and wire"
+      r"(?:: if these ranks are of several nodes, --ranks-per-node has their clocks fitted)?$")  # fmt: skip
+def _clocks_apart(case: Case, m: re.Match[str]) -> None:
+    sent = [[a for a in raw.activities if a.kind == "comm"] for raw in case.raw.values()]
+    assert any(max(a.start for a in calls) > min(a.end for a in calls) for calls in zip(*sent, strict=True))
+    assert all(part.wire_ns is None for rank in case.findings.attribution.ranks for part in rank.splits)
+
+
 UNMATCHED = (
     "transfers whose peers' traces are not here",
     "transfers that two ranks count differently",

@@ -10,6 +10,7 @@ import pytest
 
 from ringprof import load
 from ringprof.analysis.findings.inference import inference_of
+from ringprof.report.text import TextStyle
 from ringprof.run import read_run
 from tests.paths import ROOT
 
@@ -112,7 +113,10 @@ def test_every_step_of_changing_sizes_has_its_time_and_rate() -> None:
     assert [(step["ranks"], step["sequences"], step["seq"]) for step in steps] == [
         (2, 1, 65536), (1, 2, 32768), (2, 1, 65536),
     ]  # fmt: skip
+    text = load(folder).to_terminal(TextStyle(width=200))
     for number, step in enumerate(steps):
+        # The steps' times sum to more than an iteration, since each is of its own slowest rank.
+        assert f"{step['slowest_ns'] / 1e6:.2f} ms on its slowest rank" in text
         assert step["slowest_ns"] == max(rank[number] for rank in timings.steps_ns)
         flops = step["sequences"] * 3.5 * 4 * step["seq"] ** 2 / 2 * 32 * 128 / 2
         assert step["tflops"] == pytest.approx(flops / step["slowest_ns"] / 1e3, rel=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -33,6 +34,12 @@ def plots_of(*builders: Builder) -> plots.Plots:
 
 def bars(ax: Axes) -> list[tuple[float, float]]:
     return [(patch.get_x(), patch.get_width()) for patch in ax.patches]  # type: ignore[attr-defined]
+
+
+def test_a_plot_without_rows_is_empty_and_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert bars(plots_of(Builder(world_size=1).run(FLASH, 0, 1000, launched=0)).steps()) == []
 
 
 def test_waterfall_title_names_a_loss_and_not_needed_work():

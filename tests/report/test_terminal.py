@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.report.sections.run import describe_run
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
 from ringprof.scale.pipeline import attribute
@@ -41,7 +42,9 @@ def test_terminal_report_begins_with_the_most_important():
     assert lines[8].startswith("35 % of SendRecv time was waiting for a peer, 65 % on the wire (288 GB/s; 438 best")
 
 
-@pytest.mark.parametrize(("last", "words"), [(149, "4 iterations"), (150, "4 iterations of 0.100 ms to 0.150 ms")])
+@pytest.mark.parametrize(
+    ("last", "words"), [(149, "4 iterations"), (150, "4 iterations, whose work spans 0.100 ms to 0.150 ms")]
+)
 def test_first_line_states_iterations_of_different_lengths(last, words):
     """A warm-up inside the window makes up most of its sums, so the first line must show it."""
     builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
@@ -161,6 +164,12 @@ def test_a_run_shows_its_workload_check_and_speed():
     assert "GFLOP/s per device achieved (median of 3," in text
     assert "its attention kernels run at" in text
     assert "3.00 ms per iteration without the profiler, 10.0 % slower with it; peak memory 1.0 GiB per device" in text
+
+
+def test_a_captured_block_without_a_workload_is_called_one():
+    run = replace(recorded_run(), name="mine", strategy=None, workload=None, kernel=None)
+    assert describe_run(replace(run, timings=None)) == "captured block mine"
+    assert describe_run(run) == "mine"
 
 
 def test_warnings_are_shown_with_their_code():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import sqlite3
 from contextlib import closing
 
 import pytest
 
+import ringprof
 from ringprof.analysis.timeline.window import Focus
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
@@ -167,6 +169,15 @@ def test_other_sqlite_files_are_refused_with_what_to_do(tmp_path):
         read_nsys(path)
     with pytest.raises(InputError, match="no such file"):
         read_nsys(tmp_path / "none.sqlite")
+
+
+def test_a_compressed_export_is_to_be_unpacked(tmp_path):
+    """Its name and, once unpacked, its content are those of an export; SQLite itself calls it no database."""
+    export(tmp_path / "two.sqlite", 100)
+    packed = tmp_path / "two.sqlite.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "two.sqlite").read_bytes()))
+    with pytest.raises(InputError, match=r"two.sqlite.gz: a compressed SQLite file: unpack it first \(gunzip"):
+        ringprof.load(packed)
 
 
 def test_an_export_without_gpu_work_is_refused(tmp_path):

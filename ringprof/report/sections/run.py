@@ -83,7 +83,7 @@ def describe_run(run: Run, *, in_title: bool = False) -> str:
         parts.append(f"kernel {run.kernel}")
     if run.strategy and run.strategy.hops == "copy":
         parts.append("hops by copy engine")
-    return " · ".join(clean(part) for part in parts) or clean(run.name)
+    return " · ".join(clean(part) for part in parts) or f"{'captured block ' * run.captured}{clean(run.name)}"
 
 
 def _describe_workload(run: Run, workload: Workload) -> list[str]:
@@ -176,7 +176,8 @@ def _cp_step_lines(run: Run) -> list[str]:
         size = step["ranks"]
         line = f"step {number}: {size} rank{'s' * (size > 1)} per sequence, {step['sequences']} of {step['seq']} tokens"
         if step["slowest_ns"] is not None:
-            line += f", {duration(step['slowest_ns'])}, {rate(step['tflops'])} per device"
+            # Each step has its own slowest rank, so the times of the steps need not sum to that of an iteration.
+            line += f", {duration(step['slowest_ns'])} on its slowest rank, {rate(step['tflops'])} per device"
         lines.append(line)
     return lines
 
