@@ -23,7 +23,7 @@ _LEAST, _MOST = 0.75, 0.85
 """Shares inside the 80 % interval between which a family passes."""
 _WORST = 20
 QUESTIONS = {
-    "one node of H200 or H100, attention, other hosts and days than the machine's": (
+    "attention on one node of H200 or H100, by curves that no run of these is in": (
         "shapes", "short", "later", "last", "h100_shapes", "h200_later", "h200_kernels", "grid",
     ),
     "the same where the host decides, mostly below 5 ms": ("host", "host_elsewhere", "grid_host"),

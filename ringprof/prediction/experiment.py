@@ -17,14 +17,25 @@ _EQUAL = 1e-6
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """A measurement of one input, and the result of it that would make the second choice the faster one."""
+class _Input:
+    """An uncertain input that one or two GPUs can measure."""
 
     measured: str
-    """Name of the measured quantity, such as ``the rate of hops inside a node``."""
+    """Name of the measured quantity, such as ``the rate of hops inside a node``; ``{}`` stands for a strategy."""
     command: str
     gpus: int
     """Number of GPUs that it needs."""
+    gb_s: Callable[[PredictionResult], float | None] = lambda prediction: None
+    """Assumed rate in GB/s; None for times of kernels and hosts."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A measurement of one input, and the result of it that would make the second choice the faster one."""
+
+    input: _Input
+    strategy: str
+    """Strategy whose time depends more on the input."""
     overturned_by: str
     """Result that would put the second choice first, with the assumed value."""
     probability: float
@@ -32,22 +43,11 @@ class Experiment:
 
     def sentence(self) -> str:
         """Return the experiment as one sentence."""
-        where = {1: "on one GPU", 2: "on two GPUs"}[self.gpus]
+        where = {1: "on one GPU", 2: "on two GPUs"}[self.input.gpus]
         return (
-            f"{self.measured} ({where}: {self.command}): {self.overturned_by} would put it first,"
-            f" with a probability of {percent(self.probability, 0)}"
+            f"{self.input.measured.format(self.strategy)} ({where}: {self.input.command}): {self.overturned_by} would"
+            f" put it first, with a probability of {percent(self.probability, 0)}"
         )
-
-
-@dataclass(frozen=True)
-class _Input:
-    """An uncertain input that one or two GPUs can measure."""
-
-    measured: str
-    command: str
-    gpus: int
-    gb_s: Callable[[PredictionResult], float | None] = lambda prediction: None
-    """Assumed rate in GB/s; None for times of kernels and hosts."""
 
 
 _CALIBRATE = "ringprof calibrate --parts {} -o machine.json"
@@ -93,12 +93,10 @@ def deciding_experiment(first: PredictionResult, second: PredictionResult) -> Ex
         spread = _spread(name, first, second, shifts)
         if probability >= _LEAST_PROBABILITY and spread:
             result = _result(measured.gb_s(first), math.exp(deviations * spread))
-            less_known = (first, second)[shifts[1] > shifts[0]].query.strategy
-            experiments.append(
-                Experiment(measured.measured.format(less_known), measured.command, measured.gpus, result, probability)
-            )
+            less_known = (first, second)[shift > 0].query.strategy
+            experiments.append(Experiment(measured, less_known, result, probability))
     # Of equally likely ones, the one with fewer GPUs is cheaper.
-    return max(experiments, key=lambda experiment: (round(experiment.probability, 2), -experiment.gpus), default=None)
+    return max(experiments, key=lambda item: (round(item.probability, 2), -item.input.gpus), default=None)
 
 
 def _spread(name: str, first: PredictionResult, second: PredictionResult, shifts: list[float]) -> float:

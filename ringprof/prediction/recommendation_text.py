@@ -238,17 +238,8 @@ def _bands(advice: Advice, name: str) -> Any:
 
 def _table(advice: Advice) -> PageTable:
     titles = [
-        "strategy",
-        "best %",
-        "ms",
-        "10 %",
-        "90 %",
-        "TFLOP/s",
-        "exposed %",
-        "launch-bound %",
-        "MiB per GPU",
-        "front",
-    ]
+        "strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "launch-bound %", "MiB per GPU", "front",
+    ]  # fmt: skip
     rows = []
     for choice in advice.choices:
         prediction = choice.prediction

@@ -35,7 +35,7 @@ def test_predictions_with_the_result_change_the_order() -> None:
     first, second = predictions(400.0)
     assert first.median_ns < second.median_ns
     experiment = deciding_experiment(first, second)
-    assert experiment is not None and experiment.gpus == 2 and "between two nodes" in experiment.measured
+    assert experiment is not None and experiment.input.gpus == 2 and "between two nodes" in experiment.sentence()
     match = re.fullmatch(r"at least ([0-9.]+) GB/s \(50\.0 assumed\)", experiment.overturned_by)
     assert match is not None and 0 < experiment.probability < 0.5
     first, second = predictions(1.1 * 8 * float(match[1]))
