@@ -1,36 +1,67 @@
-"""Compare predicted times of recurrences with measured ones (data/h200_recurrent_runs.csv), which no curve has seen.
+"""Time recurrences on GPUs of one host, and compare predicted times with measured ones, which no curve has seen.
 
-    python benchmarks/recurrent_prediction.py
+    torchrun --nproc-per-node 2 benchmarks/recurrent_prediction.py --measure --tokens 12288,49152   # prints rows
+    python benchmarks/recurrent_prediction.py                                                # compares data/*.csv
 
-A row is a run of `ringprof record`, or of benchmarks/recurrent_speed.py, forward and backward on GPUs of one host.
+A row is timed as `ringprof record` times it: forward and backward, one iteration after another, the host included, the
+median over iterations of the slowest rank's time. The rows are in data/recurrent_runs.csv.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
+import os
 import statistics
+import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from ringprof.prediction.calibration import Calibration, read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
+from ringprof.record.measure import measure
+from ringprof.record.progress import SilentReporter
+from ringprof.record.recurrence import RecurrenceShard
 from ringprof.run import Workload
+from ringprof.strategies.recurrent.state_strategies import create_recurrent
+from ringprof.workload.recurrences import Operator
 
-DATA = Path(__file__).parent / "data" / "h200_recurrent_runs.csv"
+DATA = Path(__file__).parent / "data" / "recurrent_runs.csv"
+COLUMNS = "machine", "operator", "strategy", "gpus", "seq", "heads", "conv_width", "ms", "peak_mib"
+OPERATORS: tuple[Operator, ...] = ("gdn", "simple-gla", "gla", "mamba2")
 
 
 class Score(NamedTuple):
     """Measured and predicted milliseconds of one row."""
 
-    name: str
-    source: str
+    machine: str
+    workload: Workload
+    strategy: str
+    gpus: int
     measured_ms: float
     interval_ms: tuple[float, float, float]
     """10th, 50th and 90th percentile of the prediction."""
     host_bound: bool
+    memory_ratio: float | None
+    """Predicted over measured peak memory of a rank."""
+
+    @property
+    def name(self) -> str:
+        """Operator, strategy and tokens per GPU."""
+        width = f" conv {self.workload.conv_width}" if self.workload.conv_width else ""
+        return f"{self.workload.operator} {self.strategy} {self.tokens}{width}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per GPU."""
+        return self.workload.seq // self.gpus
 
     @property
     def error(self) -> float:
@@ -43,39 +74,98 @@ class Score(NamedTuple):
         return self.interval_ms[0] <= self.measured_ms <= self.interval_ms[2]
 
 
+def workload_of(operator: Operator, seq: int, heads: int, conv_width: int | None = None) -> Workload:
+    """Return a workload with heads of 128; Mamba-2 has one group."""
+    kv_heads = 1 if operator == "mamba2" else heads
+    return Workload(
+        seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, operator=operator, conv_width=conv_width
+    )  # fmt: skip
+
+
 def scores(machine: Calibration) -> list[Score]:
-    """Predict every row."""
+    """Predict every row of the machine."""
     result = []
     for row in csv.DictReader(DATA.read_text(encoding="utf-8").splitlines()):
-        workload = Workload(
-            seq=int(row["seq"]), heads=int(row["heads"]), kv_heads=int(row["kv_heads"]), head_dim=128,
-            operator=row["operator"], conv_width=int(row["conv_width"]) if row["conv_width"] else None,  # type: ignore[arg-type]
-        )  # fmt: skip
-        query = Query(row["strategy"], workload, Cluster(hosts=1, gpus_per_host=int(row["gpus"])))
+        if row["machine"] != machine.name:
+            continue
+        width = int(row["conv_width"]) if row["conv_width"] else None
+        workload, gpus = workload_of(row["operator"], int(row["seq"]), int(row["heads"]), width), int(row["gpus"])  # type: ignore[arg-type]
+        query = Query(row["strategy"], workload, Cluster(hosts=1, gpus_per_host=gpus))
         prediction = predict(query, machine, schedule_of, draws=5)
-        name = f"{row['operator']} {row['strategy']} {row['seq']}"
-        result.append(Score(name, row["source"], float(row["ms"]), prediction.interval_ms, prediction.host_bound))
+        memory = prediction.peak_bytes / 2**20 / float(row["peak_mib"]) if row["peak_mib"] else None
+        result.append(Score(
+            machine.name, workload, row["strategy"], gpus, float(row["ms"]), prediction.interval_ms,
+            prediction.host_bound, memory,
+        ))  # fmt: skip
     return result
 
 
+def measure_rows(operators: list[Operator], strategies: list[str], lengths: list[int], heads: int, stop: float) -> None:
+    """Print a row for every operator, number of tokens per GPU and strategy, until ``stop`` of `time.time`."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    gpus = dist.get_world_size()
+    machine = torch.cuda.get_device_name().split()[1].lower()
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    for tokens in lengths:
+        for operator in operators:
+            for strategy in strategies:
+                workload = workload_of(operator, gpus * tokens, heads)
+                late = torch.tensor(float(time.time() > stop), device=device)
+                dist.all_reduce(late)
+                if late.item():
+                    continue
+                shard = RecurrenceShard.create(create_recurrent(strategy, kernel="fla"), workload, device)
+                measured = measure(shard, device, 6, 20, SilentReporter())
+                slowest = torch.tensor([*measured.iterations_ns, measured.peak_bytes or 0], device=device)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                *times_ns, peak = slowest.tolist()
+                if dist.get_rank() == 0:
+                    ms = round(statistics.median(times_ns) / 1e6, 3)
+                    writer.writerow(
+                        [machine, operator, strategy, gpus, workload.seq, heads, "", ms, round(peak / 2**20)]
+                    )
+                    sys.stdout.flush()
+                del shard, measured
+                torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
 def main() -> None:
-    """Print every row, then the errors by source."""
-    every = scores(read_calibration("h200"))
-    for score in every:
-        inside = "inside" if score.inside else "outside"
-        bound = "host" if score.host_bound else "device"
-        print(
-            f"{score.source:9} {score.name:30} measured {score.measured_ms:8.3f} ms, predicted"
-            f" {score.interval_ms[1]:8.3f} ({score.error:+.1%}, {inside}, bound by the {bound})"
-        )
-    for source in dict.fromkeys(score.source for score in every):
-        own = [score for score in every if score.source == source]
-        errors = [score.error for score in own]
-        print(
-            f"{source}: {len(own)} rows, mean error {statistics.fmean(map(abs, errors)):.1%}, bias"
-            f" {statistics.fmean(errors):+.1%}, largest {max(errors, key=abs):+.1%},"
-            f" {sum(score.inside for score in own)} inside"
-        )
+    """Measure rows, or print every row and the errors by machine and tokens per GPU."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--operators", default=",".join(OPERATORS))
+    parser.add_argument("--strategies", default="state-scan,state-ring,state-a2a")
+    parser.add_argument("--tokens", default="12288,49152,98304")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=1e6)
+    options = parser.parse_args()
+    if options.measure:
+        measure_rows(
+            options.operators.split(","), options.strategies.split(","), [int(x) for x in options.tokens.split(",")],
+            options.heads, time.time() + options.seconds,
+        )  # fmt: skip
+        return
+    for machine in ("h100", "h200"):
+        every = scores(read_calibration(machine))
+        for score in every:
+            inside = "inside" if score.inside else "outside"
+            bound = "host" if score.host_bound else "device"
+            memory = "" if score.memory_ratio is None else f", memory {score.memory_ratio - 1:+.1%}"
+            print(
+                f"{machine} {score.name:34} measured {score.measured_ms:8.3f} ms, predicted"
+                f" {score.interval_ms[1]:8.3f} ({score.error:+.1%}, {inside}, bound by the {bound}{memory})"
+            )
+        for tokens in sorted({score.tokens for score in every}):
+            errors = [score.error for score in every if score.tokens == tokens]
+            inside_count = sum(score.inside for score in every if score.tokens == tokens)
+            print(
+                f"{machine} {tokens} tokens per GPU: {len(errors)} rows, mean error"
+                f" {statistics.fmean(map(abs, errors)):.1%}, bias {statistics.fmean(errors):+.1%}, from"
+                f" {min(errors):+.1%} to {max(errors):+.1%}, {inside_count} inside"
+            )
 
 
 if __name__ == "__main__":

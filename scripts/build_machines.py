@@ -2,10 +2,10 @@
 
 h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
 benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
-h200_newer_kernels.csv flash-attn 3 and 4; h200_recurrences.csv has linear recurrences. h100_kernels.csv has cuDNN and
-flash-attn 3 of h100. What one of the two lacks of flash-attn 3 and 4 is taken from the other. The rest of h100, b200
-and a800 are assembled from published figures by the rules below; docs/prediction.md says which. No data enters that
-docs/prediction.md scores a prediction against, except the rows that it names.
+h200_newer_kernels.csv flash-attn 3 and 4. h100_kernels.csv has cuDNN and flash-attn 3 of h100. h100_recurrences.csv and
+h200_recurrences.csv have linear recurrences. What one of the two lacks of flash-attn 3 and 4 is taken from the other.
+The rest of h100, b200 and a800 are assembled from published figures by the rules below; docs/prediction-accuracy.md
+says which. No data enters that this page scores a prediction against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
 """
@@ -60,7 +60,7 @@ NIC = Link(
 
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
 OTHER_HEADS = "ringprof calibrate, 2 H200, 2026-11-22, torch 2.11 (benchmarks/data/h200_heads.csv)"
-RECURRENCES = "ringprof calibrate, one H200, 2026-11-26, Triton 3.7.1, fla 0.6"
+RECURRENCES = "ringprof calibrate, one {}, 2026-11-26, Triton 3.7.1, fla 0.6"
 FASTER_DELTA_SCAN = Value(
     0.44, 0.1, "assumed",
     "times 0.44: after a change it took 0.42 of the time at 16,384 tokens on 2 H200, and about 0.48 at 65,536 by an"
@@ -162,20 +162,21 @@ def h200() -> Calibration:
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
         run_to_run_noise_us=Value(200.0, 0.3, "measured", NOISE_SOURCE), matmul_tflops=MATMUL,
-        recurrences=_recurrences(),
+        recurrences=_recurrences("h200"),
     )  # fmt: skip
 
 
-def _recurrences() -> list[RecurrenceCurve]:
+def _recurrences(device: str) -> list[RecurrenceCurve]:
     samples = [
         RecurrenceSample(
             "fla", row["operator"], row["phase"], row["part"], int(row["tokens"]), int(row["heads"]),
             row["receives"] == "1", row["sends"] == "1", round(float(row["us"]) * 1e3), float(row["spread"]),
             float(row["host_us"]),
         )
-        for row in _rows("h200_recurrences.csv")
+        for row in _rows(f"{device}_recurrences.csv")
     ]  # fmt: skip
-    return [_with_faster_scan(curve) for curve in curves_from(samples, RECURRENCES)]
+    curves = curves_from(samples, RECURRENCES.format(device.upper()))
+    return [_with_faster_scan(curve) for curve in curves] if device == "h200" else curves
 
 
 def _with_faster_scan(curve: RecurrenceCurve) -> RecurrenceCurve:
@@ -254,7 +255,7 @@ def _hot_samples(kernel: str, file: str = "h100_kernels.csv", source: str = ON_H
 
 
 def h100() -> Calibration:
-    """Return the H100: cuDNN and flash-attn 3 as measured, flash-attn 2 as published, all else as on H200."""
+    """Return the H100: measured cuDNN, flash-attn 3 and recurrences, flash-attn 2 as published, all else as on H200."""
     machine = published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30)
     on_h200 = _hot_samples("flash-attn-3", "h200_flash_attn_3.csv", "one H200, the kernel alone, 2026-11-26")
     samples = [*_hot_samples("flash-attn-3"), *_on_other_hopper(on_h200, "H200")]
@@ -264,7 +265,7 @@ def h100() -> Calibration:
     kernels = [measured.get(kernel.name, kernel) for kernel in machine.kernels]
     kernels.append(_newer_flash_attn("flash-attn-4", _on_other_hopper(flash_attn_4, "H200")))
     return msgspec.structs.replace(
-        machine, created="2026-11-26", kernels=kernels,
+        machine, created="2026-11-26", kernels=kernels, recurrences=_recurrences("h100"),
         matmul_tflops=Value(699.5, 0.043, "measured", ON_H100), matmul_clock_mhz=1470.0,
     )  # fmt: skip
 

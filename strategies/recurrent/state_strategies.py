@@ -229,7 +229,7 @@ class RecurrentStrategy(ABC):
         tail = pad(x[:, tokens - sent :], (0, 0, width - 1 - sent, 0))
         reach = reach_of(documents, self.comm.size)
         halo: Tensor = _Halo.apply(self._halos, shard, reach, tail)  # type: ignore[no-untyped-call]
-        return convolve(x, halo, weight, bias, shard.bounds, by_fla=convolves_by_fla(self.kernel_name, x, weight))
+        return self.convolve(x, halo, weight, bias, shard.bounds)
 
     def kernels(self) -> list[ComputeMeter]:
         """Return the meters of all computation, as a `Strategy` returns its kernels."""
@@ -238,6 +238,10 @@ class RecurrentStrategy(ABC):
     def kernel_for(self, x: Inputs) -> RecurrenceKernel:
         """Return the kernel that computes these inputs. Raises `Unsupported` where the kernel asked for cannot."""
         return choose_kernel(self.kernel_name, x)
+
+    def convolve(self, x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, bounds: tuple[int, ...]) -> Tensor:
+        """Convolve this rank's tokens after their halo; the arguments are those of `convolution.convolve`."""
+        return convolve(x, halo, weight, bias, bounds, by_fla=convolves_by_fla(self.kernel_name, x, weight))
 
     @classmethod
     def why_unsupported(cls, seq: int, heads: int, size: int) -> str | None:
@@ -423,6 +427,10 @@ class StateA2A(RecurrentStrategy):
     def __init__(self, comm: Communicator, kernel: str = "auto") -> None:
         super().__init__(comm, kernel)
         self._heads = HeadExchange(comm.collective("heads"))
+
+    def convolve(self, x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, bounds: tuple[int, ...]) -> Tensor:
+        """Convolve this rank's tokens after their halo; the arguments are those of `convolution.convolve`."""
+        return convolve(x, halo, weight, bias, bounds, by_fla=convolves_by_fla(self.kernel_name, x, weight))
 
     @classmethod
     def why_unsupported(cls, seq: int, heads: int, size: int) -> str | None:

@@ -42,7 +42,7 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.recurrence_curves import RecurrenceCurves
 from ringprof.prediction.schedules import schedule, schedule_of
 from ringprof.prediction.text import remarks
-from ringprof.record.dryrun.schedule import CommStart, RecurrenceOp
+from ringprof.record.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
 from ringprof.record.measure import counted_work, reset_counts
 from ringprof.record.recurrence import RecurrenceShard
 from ringprof.run import Work, Workload
@@ -106,18 +106,36 @@ def test_states_travel_whatever_the_length_and_heads_with_it() -> None:
     assert bytes_of("state-a2a", 1024) == 8 * bytes_of("state-a2a", 128)
 
 
+def test_the_short_convolution_is_one_kernel_per_pass() -> None:
+    """In bfloat16; it reads and writes the tokens, and backward reads two tensors of them and writes one; half as fast
+    as other kernels."""
+    workload = msgspec.structs.replace(WORK, dtype="bf16", conv_width=4)
+    moved = [
+        op.bytes for op in schedule("state-scan", workload, 2).programs[0].ops
+        if isinstance(op, MemoryOp) and op.name == "causal_conv1d"
+    ]  # fmt: skip
+    channels = 2 * workload.kv_heads * workload.head_dim + workload.heads * workload.value_dim
+    once = workload.seq // 2 * channels * 2
+    assert moved == [2 * 2 * once, 2 * 3 * once]
+
+
 def test_a_chain_of_two_ranks_matches_on_both() -> None:
     first, second = (program.ops for program in schedule("state-ring", WORK, 2).programs)
     ends = [[(op.members, op.communicator) for op in ops if isinstance(op, CommStart)] for ops in (first, second)]
     assert ends[0] == ends[1] == [((0, 1), "state:0,1/0,1"), ((1, 0), "state:0,1/0,1")]
 
 
-@pytest.mark.parametrize(("operator", "inputs_mib", "measured_gib"), [("simple-gla", 1028, 3.04), ("gla", 1536, 6.03)])
-def test_memory_is_the_peak_of_the_allocator_on_h200(operator: Operator, inputs_mib: int, measured_gib: float) -> None:
-    """`benchmarks/recurrent_speed.py` on 2 H200, 65,536 tokens per GPU: what a call allocates beside its inputs."""
-    workload = Workload(seq=2 * 65_536, heads=16, kv_heads=16, head_dim=128, operator=operator)
+@pytest.mark.parametrize(
+    ("operator", "tokens", "inputs_mib", "measured_gib"),
+    [("simple-gla", 65_536, 1028, 3.04), ("gla", 65_536, 1536, 6.03), ("gdn", 16_384, 258, 0.93)],
+)
+def test_memory_is_the_peak_of_the_allocator(
+    operator: Operator, tokens: int, inputs_mib: int, measured_gib: float
+) -> None:
+    """`benchmarks/recurrent_speed.py` on H200, gdn on an H100: what a call allocates beside its inputs."""
+    workload = Workload(seq=2 * tokens, heads=16, kv_heads=16, head_dim=128, operator=operator)
     peak_bytes = max(program.peak_bytes for program in schedule("state-scan", workload, 2).programs)
-    assert peak_bytes / 2**20 - inputs_mib == pytest.approx(1024 * measured_gib, rel=0.015)
+    assert peak_bytes / 2**20 - inputs_mib == pytest.approx(1024 * measured_gib, rel=0.02)
 
 
 # --- curves -----------------------------------------------------------------------------------------
@@ -271,19 +289,11 @@ def test_no_remedy_is_named_that_recording_refuses() -> None:
 
 
 def test_errors_of_timed_shapes_are_those_that_the_page_states() -> None:
-    scores = recurrent_prediction.scores(read_calibration("h200"))
-    in_turn = [score for score in scores if score.source == "benchmark"]
-    errors = [score.error for score in in_turn]
-    assert len(in_turn) == 18
-    assert -0.01 < sum(errors) / 18 < 0.005
-    assert 0.03 < sum(map(abs, errors)) / 18 < 0.04
-    assert -0.135 < min(errors) < -0.12
-    assert sum(score.inside for score in in_turn) == 17
-    assert max(abs(score.error) for score in in_turn if score.name.endswith("131072")) < 0.015
-    recorded = {score.name: score.error for score in scores if score.source == "record"}
-    assert sorted(recorded) == ["gdn state-scan 32768", "mamba2 state-scan 32768"]
-    assert recorded["gdn state-scan 32768"] == pytest.approx(-0.21, abs=0.01)
-    assert recorded["mamba2 state-scan 32768"] == pytest.approx(-0.02, abs=0.01)
+    longer = recurrent_prediction.scores(read_calibration("h200"))
+    assert len(longer) == 6 and all(score.inside and -0.01 < score.error < 0.02 for score in longer)
+    short = recurrent_prediction.scores(read_calibration("h100"))
+    assert len(short) == 3 and all(score.inside for score in short)
+    assert [round(100 * score.error) for score in short] == [2, -14, 2]
 
 
 # --- calibration ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ringprof.errors import VerificationError
+from ringprof.record.check import recurrence as references
 from ringprof.record.check.recurrence import ChunkedRecurrence, DenseRecurrence
 from ringprof.record.recurrence import call_operator, draw_inputs, select_group
 from ringprof.record.verify_recurrence import verify_recurrence
@@ -33,6 +34,14 @@ class _NotPassed(StateRing):
             return incoming, sent
         assert incoming is not None
         return torch.zeros_like(incoming), sent
+
+
+class _NothingEnters(StateRing):
+    """Starts every rank from zeros, in both directions."""
+
+    def pass_state(self, carry: Carry, takes: bool, gives: bool, known: Any, *rest: Any, reverse: bool) -> Any:
+        incoming, sent = super().pass_state(carry, takes, gives, known, *rest, reverse=reverse)
+        return None if incoming is None else torch.zeros_like(incoming), sent
 
 
 class _NotDecayed(StateRing):
@@ -101,6 +110,8 @@ def _refusals(rank: int, cases: list[tuple[type[RecurrentStrategy], Workload]]) 
 MISTAKES: list[tuple[type[RecurrentStrategy], dict[str, Any], str]] = [
     (_NotPassed, {}, "the state does not pass from rank to rank"),
     (_NotPassed, {"operator": "mamba2", "conv_width": 4}, "the state does not pass from rank to rank"),
+    (_NothingEnters, {}, "neither a state of other ranks nor the initial one"),
+    (_NothingEnters, {"operator": "mamba2", "backward": False}, "neither a state of other ranks nor the initial one"),
     (_NotDecayed, {}, "their transitions are missing"),
     (_NotDecayed, {"operator": "gla"}, "their transitions are missing"),
     (_OneRank, {}, "the states of ranks before it are lost"),
@@ -134,10 +145,14 @@ def test_the_bundled_strategies_pass() -> None:
         assert {text: case for text, case in zip(said, cases, strict=True) if text} == {}
 
 
-@pytest.mark.parametrize("kind", [DenseRecurrence, ChunkedRecurrence])
-@pytest.mark.parametrize("documents", [None, (0, 7, 90, 150)])
+@pytest.mark.parametrize("chunks", [0, 4, 1024], ids=lambda chunks: f"{chunks} chunks at a time")
+@pytest.mark.parametrize("documents", [None, (0, 7, 90, 150), (0, 64, 150)])
 @pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
-def test_the_gates_references_are_the_recurrence_token_by_token(kind: Any, operator: Any, documents: Any) -> None:
+def test_the_gates_references_are_the_recurrence_token_by_token(
+    chunks: int, operator: Any, documents: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(references, "_CHUNKS_AT_A_TIME", chunks)
+    kind: Any = ChunkedRecurrence if chunks else DenseRecurrence
     work = replace(WORK, seq=150, operator=operator)
     drawn = draw_inputs(work, 150, torch.device("cpu"), torch.Generator().manual_seed(1))
     inputs = {name: x.double() for name, x in drawn.items()}
@@ -168,8 +183,13 @@ def test_the_gates_convolution_is_torchs() -> None:
 
 @pytest.mark.parametrize("operator", ["gdn", "mamba2", "gla", "simple-gla"])
 @pytest.mark.parametrize("width", [None, 4])
-def test_the_chunked_reference_has_the_gradients_of_the_dense_one(operator: Any, width: int | None) -> None:
-    work = replace(WORK, seq=150, operator=operator, conv_width=width, documents=(70, 80))
+@pytest.mark.parametrize("chunks", [4, 1024], ids=lambda chunks: f"{chunks} chunks at a time")
+@pytest.mark.parametrize("documents", [(70, 80), (64, 86)])
+def test_the_chunked_reference_has_the_gradients_of_the_dense_one(
+    operator: Any, width: int | None, chunks: int, documents: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(references, "_CHUNKS_AT_A_TIME", chunks)
+    work = replace(WORK, seq=150, operator=operator, conv_width=width, documents=documents)
     gradients = []
     for target in (DenseRecurrence(), ChunkedRecurrence()):
         inputs = draw_inputs(work, 150, torch.device("cpu"), torch.Generator().manual_seed(1))

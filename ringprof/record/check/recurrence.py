@@ -19,6 +19,9 @@ _SEGMENT, _KEPT_BYTES = 16, 2**31
 computed again in the backward pass."""
 _CHUNK, _CHUNK_OF_CHANNELS = 64, 16
 """Tokens per chunk of `ChunkedRecurrence`, with one decay per head and with one per channel."""
+_CHUNKS_AT_A_TIME = 1024
+"""Chunks of all heads and batch entries that are computed at once, and again in the backward pass where there are more;
+autograd keeps about 2 GiB of them with keys and values of 128."""
 Documents = Sequence[int] | None
 
 
@@ -126,7 +129,9 @@ class DenseRecurrence:
 
 
 class ChunkedRecurrence(DenseRecurrence):
-    """`DenseRecurrence` in chunks, for long sequences: all chunks at once, but for the states that pass between them.
+    """`DenseRecurrence` in chunks, for long sequences.
+
+    The chunks are computed at once, `_CHUNKS_AT_A_TIME`, but for the states that pass between them.
 
     Within a chunk, row j of u is what token j writes into the state S before the chunk. With the sums G of g up to each
     token, (I + A) u = beta (v - exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i. Without beta, u is
@@ -138,47 +143,68 @@ class ChunkedRecurrence(DenseRecurrence):
         initial_state: Tensor | None = None, return_final_state: bool = False, cu_seqlens: Documents = None,
     ) -> Any:  # fmt: skip
         batch, tokens, heads, _ = v.shape
+        bounds = _bounds(v, cu_seqlens)
         size = _CHUNK if g.shape[-1] == 1 else _CHUNK_OF_CHANNELS
-        rows, starts = _padded_rows(_bounds(v, cu_seqlens), size)
-        index = torch.tensor(rows, device=v.device)
-
-        def chunks(x: Tensor) -> Tensor:
-            """Reshape (B, S, H, ...) to (chunks, B, H, C, ...), with zeros where a document fills no chunk."""
-            x = torch.cat([x, x.new_zeros(batch, 1, *x.shape[2:])], 1)
-            return x.index_select(1, index).view(batch, -1, size, *x.shape[2:]).movedim(1, 0).transpose(2, 3)
-
-        q, k = (chunks(x.repeat_interleave(heads // x.shape[2], 2)) for x in (q, k))
-        v, total = chunks(v), chunks(g).cumsum(-2)
-        earlier = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-        # (chunks, B, H, C, C, 1 or K): the decay from token j to token i.
-        decay = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~earlier[..., None], -torch.inf).exp()
-        read, end = q * total.exp(), total[..., -1:, :]
-        attended = _pairs(q, k, decay)
-        into_state, kept = (k * (end - total).exp()).mT, end.exp().mT
-        from_state = None
-        if beta is not None:
-            weight = chunks(beta.unsqueeze(-1))
-            solved = torch.linalg.solve_triangular(
-                (weight * _pairs(k, k, decay)).tril(-1), weight * torch.cat([v, k * total.exp()], -1),
-                upper=False, unitriangular=True,
-            )  # fmt: skip
-            v, from_state = solved.split([v.shape[-1], k.shape[-1]], -1)
-        state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
-        states, written = [], []
-        pieces = zip(v.unbind(), from_state.unbind() if from_state is not None else [None] * len(v), strict=True)
-        for number, ((values, corrects), keys, keeps) in enumerate(
-            zip(pieces, into_state.unbind(), kept.unbind(), strict=True)
-        ):
-            if number in starts:
-                state = torch.zeros_like(state)
-            states.append(state)
-            written.append(values if corrects is None else values - corrects @ state)
-            state = keeps * state + keys @ written[-1]
-        out = scale * (read @ torch.stack(states) + attended @ torch.stack(written))
-        out = out.transpose(2, 3).movedim(0, 1).flatten(1, 2)
-        positions = torch.tensor([position for position, row in enumerate(rows) if row < tokens], device=v.device)
-        out = out.index_select(1, positions)
+        step = max(_CHUNKS_AT_A_TIME // (batch * heads), 1) * size
+        run = checkpoint if torch.is_grad_enabled() and step < tokens else _call
+        options = {} if run is _call else {"use_reentrant": False}
+        outputs, state = [], initial_state
+        for first in range(0, tokens, step):
+            end = min(first + step, tokens)
+            inner = [0, *(bound - first for bound in bounds if first < bound < end), end - first]
+            tensors = [None if x is None else x[:, first:end] for x in (q, k, v, g, beta)]
+            before = None if first and first in bounds else state
+            out, state = run(_scan_chunks, before, scale, inner, size, *tensors, **options)
+            outputs.append(out)
+        out = torch.cat(outputs, 1)
         return (out, state) if return_final_state else out
+
+
+def _scan_chunks(
+    initial: Tensor | None, scale: float, bounds: list[int], size: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output and the last state of `ChunkedRecurrence`, for documents with these cumulative lengths."""
+    batch, tokens, heads, _ = v.shape
+    rows, starts = _padded_rows(bounds, size)
+    index = torch.tensor(rows, device=v.device)
+
+    def chunks(x: Tensor) -> Tensor:
+        """Reshape (B, S, H, ...) to (chunks, B, H, C, ...), with zeros where a document fills no chunk."""
+        x = torch.cat([x, x.new_zeros(batch, 1, *x.shape[2:])], 1)
+        return x.index_select(1, index).view(batch, -1, size, *x.shape[2:]).movedim(1, 0).transpose(2, 3)
+
+    q, k = (chunks(x.repeat_interleave(heads // x.shape[2], 2)) for x in (q, k))
+    v, total = chunks(v), chunks(g).cumsum(-2)
+    earlier = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+    # (chunks, B, H, C, C, 1 or K): the decay from token j to token i.
+    decay = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~earlier[..., None], -torch.inf).exp()
+    read, end = q * total.exp(), total[..., -1:, :]
+    attended = _pairs(q, k, decay)
+    into_state, kept = (k * (end - total).exp()).mT, end.exp().mT
+    from_state = None
+    if beta is not None:
+        weight = chunks(beta.unsqueeze(-1))
+        solved = torch.linalg.solve_triangular(
+            (weight * _pairs(k, k, decay)).tril(-1), weight * torch.cat([v, k * total.exp()], -1),
+            upper=False, unitriangular=True,
+        )  # fmt: skip
+        v, from_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+    state = v.new_zeros(*v.shape[1:3], k.shape[-1], v.shape[-1]) if initial is None else initial
+    states, written = [], []
+    pieces = zip(v.unbind(), from_state.unbind() if from_state is not None else [None] * len(v), strict=True)
+    for number, ((values, corrects), keys, keeps) in enumerate(
+        zip(pieces, into_state.unbind(), kept.unbind(), strict=True)
+    ):
+        if number in starts:
+            state = torch.zeros_like(state)
+        states.append(state)
+        written.append(values if corrects is None else values - corrects @ state)
+        state = keeps * state + keys @ written[-1]
+    out = scale * (read @ torch.stack(states) + attended @ torch.stack(written))
+    out = out.transpose(2, 3).movedim(0, 1).flatten(1, 2)
+    positions = torch.tensor([position for position, row in enumerate(rows) if row < tokens], device=v.device)
+    return out.index_select(1, positions), state
 
 
 def _padded_rows(bounds: list[int], size: int) -> tuple[list[int], set[int]]:
@@ -273,6 +299,15 @@ class _NotPassed(_Mistake):
 
     def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
         return None
+
+
+class _NothingEnters(_NotPassed):
+    says = "every rank starts from zeros, the first one, too: neither a state of other ranks nor the initial one enters"
+
+    def rank_output(
+        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return super().rank_output(scan, first, end, None, initial)
 
 
 class _OneRank(_Mistake):
@@ -411,8 +446,8 @@ class _HaloGradientLost(DenseRecurrence):
 
 
 FORWARD_MISTAKES: tuple[Any, ...] = (
-    _NotPassed, _OneRank, _NotDecayed, _Twice, _TwiceOnArrival, _InitialEverywhere, _NoInitial, _NoReset, _LateReset,
-    _ResetInsideOnly, _NoHalo, _HaloOverDocuments,
+    _NotPassed, _NothingEnters, _OneRank, _NotDecayed, _Twice, _TwiceOnArrival, _InitialEverywhere, _NoInitial,
+    _NoReset, _LateReset, _ResetInsideOnly, _NoHalo, _HaloOverDocuments,
 )  # fmt: skip
 BACKWARD_MISTAKES: tuple[Any, ...] = (
     _GradientNotPassed, _GradientOfOneRank, _GradientNotDecayed, _HaloGradientLost,
