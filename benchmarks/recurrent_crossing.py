@@ -3,7 +3,7 @@
     python benchmarks/recurrent_crossing.py                  # the table of docs/hybrid-models.md
     python benchmarks/recurrent_crossing.py --heads 32 --gpus 4
 
-Both have as many heads of 128, forward and backward, by the curves of the bundled `h100` (one host): the gated delta
+Both have as many heads of 128, forward and backward, by the curves of the bundled `h200` (one host): the gated delta
 net with `state-scan`, attention (causal, flash-attn 3) with the faster of zigzag and ulysses. Projections, norms and
 the short convolution are left out of both. Needs no GPU.
 """
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--gpus", default="2,8")
-    parser.add_argument("--machine", default="h100")
+    parser.add_argument("--machine", default="h200")
     options = parser.parse_args()
     print(table(read_calibration(options.machine), [int(count) for count in options.gpus.split(",")], options.heads))
 

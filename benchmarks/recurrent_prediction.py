@@ -1,10 +1,11 @@
 """Time recurrences on GPUs of one host, and compare predicted times with measured ones, which no curve has seen.
 
     torchrun --nproc-per-node 2 benchmarks/recurrent_prediction.py --measure --tokens 12288,49152   # prints rows
-    python benchmarks/recurrent_prediction.py                                                # compares data/*.csv
+    python benchmarks/recurrent_prediction.py                                             # compares all rows
 
 A row is timed as `ringprof record` times it: forward and backward, one iteration after another, the host included, the
-median over iterations of the slowest rank's time. The rows are in data/recurrent_runs.csv.
+median over iterations of the slowest rank's time. The rows are in data/recurrent_runs.csv; those of h100 are lines
+`queued` of recurrent_speed.py on one GPU.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Score(NamedTuple):
     interval_ms: tuple[float, float, float]
     """10th, 50th and 90th percentile of the prediction."""
     host_bound: bool
-    memory_ratio: float | None
-    """Predicted over measured peak memory of a rank."""
+    memory_mib: tuple[float, float] | None
+    """Peak memory of a rank, measured and predicted."""
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ def scores(machine: Calibration) -> list[Score]:
         workload, gpus = workload_of(row["operator"], int(row["seq"]), int(row["heads"]), width), int(row["gpus"])  # type: ignore[arg-type]
         query = Query(row["strategy"], workload, Cluster(hosts=1, gpus_per_host=gpus))
         prediction = predict(query, machine, schedule_of, draws=5)
-        memory = prediction.peak_bytes / 2**20 / float(row["peak_mib"]) if row["peak_mib"] else None
+        memory = (float(row["peak_mib"]), prediction.peak_bytes / 2**20) if row["peak_mib"] else None
         result.append(Score(
             machine.name, workload, row["strategy"], gpus, float(row["ms"]), prediction.interval_ms,
             prediction.host_bound, memory,
@@ -153,7 +154,9 @@ def main() -> None:
         for score in every:
             inside = "inside" if score.inside else "outside"
             bound = "host" if score.host_bound else "device"
-            memory = "" if score.memory_ratio is None else f", memory {score.memory_ratio - 1:+.1%}"
+            memory = ""
+            if score.memory_mib:
+                memory = ", memory {:.0f} MiB, predicted {:.0f}".format(*score.memory_mib)
             print(
                 f"{machine} {score.name:34} measured {score.measured_ms:8.3f} ms, predicted"
                 f" {score.interval_ms[1]:8.3f} ({score.error:+.1%}, {inside}, bound by the {bound}{memory})"
