@@ -108,7 +108,8 @@ def measure(folder: Path) -> tuple[float, float, str]:
         seconds = time.perf_counter() - start
         if process.returncode:
             raise SystemExit(process.returncode)
-        return seconds, peak, Path(output.name).read_text("utf-8")
+        # The last lines name the folder.
+        return seconds, peak, Path(output.name).read_text("utf-8").partition("\nnext: ")[0]
 
 
 def family(pid: int) -> list[int]:

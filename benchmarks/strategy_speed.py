@@ -14,8 +14,9 @@ Before the timing, the output and gradients of every competitor are verified aga
 A rate above the device's peak is marked, since it cannot be the whole work. Speed is the model FLOPs (docs/metrics.md)
 over the time of the slowest rank in each iteration. Memory is the peak above the memory in use before, inputs included.
 A configuration is SEQ:HEADS:KV_HEADS. The grid has 1,024 to 65,536 tokens per GPU and four ratios of heads, small ones
-first. With --seconds-in-all, no configuration is started that is not likely to finish in time. With --out, every
-configuration is written when it is done.
+first. With --layers 8 a pass makes 8 calls, each with the output of the one before as its queries, and times are per
+call: as in a model, autograd's thread is woken once, not once per call. With --seconds-in-all, no configuration is
+started that is not likely to finish in time. With --out, every configuration is written when it is done.
 
 Two emulated nodes, halves that communicate over sockets:
 
@@ -114,6 +115,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--hops", default="copy,nccl", help="intra-node transports of our strategies, one row each")
     parser.add_argument("--ranks-per-host", type=int)
     parser.add_argument("--graphs", action="store_true", help="a row more for each of ours by NCCL: as a CUDA graph")
+    parser.add_argument("--layers", type=int, default=1, help="calls per pass, like the layers of a model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="timed per competitor and round, about")
     parser.add_argument("--least", type=int, default=2, help="fewest calls that are timed per competitor and round")
@@ -248,11 +250,16 @@ def _measure(config: str, entries: list[Entry], device: torch.device, options: a
     workload = Workload(batch=1, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, dtype="bf16")
     candidates = _competitors(workload, entries, device, options)
     competitors = [competitor for competitor in candidates if _prepare(competitor, device, solo=not options.no_solo)]
-    turns = [(competitor, _calls(competitor.times_ns.pop(), options)) for competitor in competitors]
+    turns = []
+    for competitor in competitors:
+        layers = 1 if competitor.problem.cuda_graph else options.layers
+        calls = _calls(competitor.times_ns.pop() * layers, options)
+        turns.append((competitor, layers, _pass(competitor.problem, layers), calls))
     for number in range(options.rounds):
         first = number * len(turns) // options.rounds
-        for competitor, calls in turns[first:] + turns[:first]:
-            competitor.times_ns += _warmed(competitor.problem.run_iteration, device, *calls)
+        for competitor, layers, body, calls in turns[first:] + turns[:first]:
+            times = _warmed(body, device, *calls)
+            competitor.times_ns += [time_ns // layers for time_ns in times]
             if not options.no_forward and not competitor.problem.cuda_graph:
                 with torch.no_grad():
                     competitor.forward_ns += _warmed(partial(_forward, competitor.problem), device, *calls)
@@ -275,6 +282,21 @@ def _calls(first_ns: int, options: argparse.Namespace) -> tuple[int, int]:
 def _warmed(body: Callable[[], Any], device: torch.device, count: int, uncounted: int) -> list[int]:
     """Return the times of ``count`` calls after those that are not counted."""
     return timed(body, device, count + uncounted)[uncounted:]
+
+
+def _pass(problem: WorkloadShard, layers: int) -> Callable[[], Any]:
+    """Return a function that runs an iteration, or forward and backward of ``layers``, each with its own k and v."""
+    if layers == 1:
+        return problem.run_iteration
+    kv = [x.detach().clone().requires_grad_() for _ in range(layers) for x in (problem.k, problem.v)]
+
+    def run() -> Any:
+        out = problem.q
+        for k, v in zip(kv[::2], kv[1::2], strict=True):
+            out = problem.strategy.attention(out, k, v, causal=True)
+        return torch.autograd.grad(out, (problem.q, *kv), problem.dout)
+
+    return run
 
 
 def _forward(problem: WorkloadShard) -> None:

@@ -195,7 +195,8 @@ class Analysis:
 
     def _path(self) -> str:
         """Return the paths as arguments of a suggested command; ``PATH...`` if there are many."""
-        shown = [os.path.relpath(path) if os.path.isabs(path) and _is_below_cwd(path) else path for path in self.given]
+        here = os.path.join(os.getcwd(), "")
+        shown = [os.path.relpath(path) if os.path.normpath(path).startswith(here) else path for path in self.given]
         return shell_words(shown) if 0 < len(shown) <= MOST_PATHS_SHOWN else "PATH..."
 
     @cached_property
@@ -378,10 +379,6 @@ def _quickest(folder: str, trace: RankTrace) -> str:
 def _changed(path: str, size_bytes: int | None) -> bool:
     """Return whether a local trace exists with another size. Remote traces are not checked: it costs a request each."""
     return size_bytes is not None and not is_url(path) and exists(path) and size_of(path) != size_bytes
-
-
-def _is_below_cwd(path: str) -> bool:
-    return os.path.abspath(path).startswith(os.path.join(os.getcwd(), ""))
 
 
 def _absolute(path: str) -> str:

@@ -4,8 +4,8 @@ h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv a
 benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
 h200_newer_kernels.csv flash-attn 3 and 4. h100_kernels.csv has cuDNN and flash-attn 3 of h100. h100_recurrences.csv and
 h200_recurrences.csv have linear recurrences. What one of the two lacks of flash-attn 3 and 4 is taken from the other.
-The rest of h100, b200 and a800 are assembled from published figures by the rules below; docs/prediction.md says which.
-No data enters that docs/prediction.md scores a prediction against, except the rows that it names.
+The rest of h100, b200 and a800 are assembled from published figures by the rules below; docs/prediction-accuracy.md
+says which. No data enters that this page scores a prediction against, except the rows that it names.
 
     python -m scripts.build_machines [NAME...]
 """

@@ -9,6 +9,7 @@ import torch
 from matplotlib import rc_context
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from ringprof.report import palette
 from ringprof.report.plots import STYLE
@@ -28,9 +29,9 @@ PANELS: tuple[tuple[str, Mask, Layout], ...] = (
     ("documents of 4, 21 and 7, packed", PACKED, ZIGZAG),
     ("window of 6", Mask.of(window=(5, 0)), ZIGZAG),
     ("documents and window", Mask.of(documents=DOCUMENTS, window=(5, 0)), ZIGZAG),
-    ("the documents, contiguous", PACKED, LAYOUTS["contiguous"]),
-    ("the same, stripe", PACKED, LAYOUTS["stripe"]),
-    ("the same, zigzag per document", PACKED, ZIGZAG.per_document(DOCUMENTS)),
+    ("these documents, contiguous", PACKED, LAYOUTS["contiguous"]),
+    ("these documents, stripe", PACKED, LAYOUTS["stripe"]),
+    ("these documents, zigzag per document", PACKED, ZIGZAG.per_document(DOCUMENTS)),
     ("window of 6, prefix of 3", Mask.of(window=(5, 0), prefix=3), LAYOUTS["contiguous"]),
 )
 
@@ -54,12 +55,12 @@ def draw(ax: Any, title: str, mask: Mask, layout: Layout) -> None:
     ax.set_yticks([])
     busiest = busiest_over_mean(sharded_mask_of(mask, layout, RANKS, SEQ).areas())
     ax.set_title(title, fontsize=9.5)
-    ax.set_xlabel(f"keys · busiest rank {busiest:.2f} of the mean", fontsize=8.5)
+    ax.set_xlabel(f"keys · busiest rank {busiest:.2f} times the mean", fontsize=8.5)
 
 
 def main() -> None:
     with rc_context(STYLE):
-        figure = Figure(figsize=(11, 6.1), layout="constrained")
+        figure = Figure(figsize=(11, 6.1), layout=ConstrainedLayoutEngine(hspace=0.08))
         for ax, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
             draw(ax, *panel)
             if panel in (PANELS[0], PANELS[4]):

@@ -21,9 +21,9 @@ PRIVATE = re.compile(
 
 
 def findings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and reason of everything in one Python file that the rules refuse."""
+    """Yield line and reason of everything in one Python file or page that the rules refuse."""
     text = path.read_text("utf-8")
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text if path.suffix == ".py" else "")):
         body = getattr(node, "body", None)
         for item in body if isinstance(body, list) else ():
             value = getattr(item, "value", None)
@@ -43,7 +43,8 @@ def main() -> int:
     """Print every finding; return 1 where there is any."""
     root = Path(__file__).resolve().parent.parent
     count = 0
-    for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py") if not path.is_symlink()):
+    paths = [path for folder in FOLDERS for path in (root / folder).rglob("*.py") if not path.is_symlink()]
+    for path in sorted([*paths, *root.glob("*.md"), *root.glob("docs/*.md")]):
         name = str(path.relative_to(root))
         if ("strategies" in path.parts and name.startswith("ringprof/")) or name == "scripts/lint_words.py":
             continue

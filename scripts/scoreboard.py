@@ -1,26 +1,79 @@
-"""Write the scoreboard of docs/prediction.md from the table of every scored row, families that fail first.
+"""Write the tables of errors in docs/prediction.md and docs/prediction-accuracy.md from the table of every scored row.
 
     python benchmarks/prediction.py --csv benchmarks/data/prediction_scores.csv
     python -m scripts.scoreboard
 
-Rows of machines that nobody here has are published ones; ``replays`` are no predictions and are left out.
+In the scoreboard, families that fail come first. Rows of machines that nobody here has are published ones; ``replays``
+are no predictions and are left out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.prediction import BEATS_KERNEL, NOT_COMPARABLE, Score, left_out, read_csv
+from benchmarks.prediction import BEATS_KERNEL, FITTED, NOT_COMPARABLE, PARTS, Score, left_out, read_csv
 
 ROOT = Path(__file__).parents[1]
-PAGE, TABLE = ROOT / "docs" / "prediction.md", ROOT / "benchmarks" / "data" / "prediction_scores.csv"
-BEGIN, END = "<!-- scoreboard: python -m scripts.scoreboard -->\n", "<!-- end of the scoreboard -->\n"
+TABLE = ROOT / "benchmarks" / "data" / "prediction_scores.csv"
+_END = "<!-- end -->\n"
 PUBLISHED = ("h100", "b200", "a800")
 """Parts of published rows."""
 _LEAST, _MOST = 0.75, 0.85
 """Shares inside the 80 % interval between which a family passes."""
 _WORST = 20
+QUESTIONS = {
+    "one node of H200 or H100, attention, other hosts and days than the machine's": (
+        "shapes", "short", "later", "last", "h100_shapes", "h200_later", "h200_kernels", "grid",
+    ),
+    "the same where the host decides, mostly below 5 ms": ("host", "host_elsewhere", "grid_host"),
+    "packed documents and windows; other head sizes, MLA, sinks": ("masks", "h100_masks", "other_heads"),
+    "other projects' programs (torch's context parallelism, ring-flash-attn)": ("peers",),
+    "8 to 64 H100, published": ("h100",),
+    "8 to 64 B200, published; its curves are published, too": ("b200",),
+    "32 A800 on 4 nodes, published": ("a800",),
+    "prefill and decode": ("inference",),
+    "a whole training step": ("steps",),
+    "a recorded run replayed, as `what-if` does before it changes anything": ("replays",),
+}  # fmt: skip
+"""Parts of `benchmarks.prediction.PARTS` by what a user asks for."""
+
+
+def by_question() -> str:
+    """Return the errors by what a user asks for, as Markdown."""
+    scores_by_part = read_csv(TABLE)
+    lines = [f"| what is predicted | {_HEAD}", _LINE]
+    for question, parts in QUESTIONS.items():
+        scores = [score for part in parts for score in scores_by_part[part]]
+        comparable = [score for score in scores if score.name.split()[0] not in BEATS_KERNEL]
+        lines.append(f"| {question} | {_figures(comparable)}")
+    return "\n".join(lines) + "\n"
+
+
+def by_part() -> str:
+    """Return the errors of each part of `benchmarks.prediction`, then what its machine was fitted to, as Markdown."""
+    lines = [f"| part | what it scores | {_HEAD}", f"| --- {_LINE}"]
+    parts_by_source: dict[str, list[str]] = {}
+    for part, scores in read_csv(TABLE).items():
+        scored = (PARTS[part].__doc__ or "").splitlines()[0].removeprefix("Score ").rstrip(".")
+        lines.append(f"| `{part}` | {scored} | {_figures(scores)}")
+        parts_by_source.setdefault(FITTED[part], []).append(f"`{part}`")
+    lines += ["", "Machines of these parts were fitted to:", ""]
+    lines += [f"* {', '.join(parts)}: {source}" for source, parts in parts_by_source.items()]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = "cases | mean error | bias | range | inside |"
+_LINE = "| --- | --- | --- | --- | --- | --- |"
+
+
+def _figures(scores: Sequence[Score]) -> str:
+    """Return number, mean error, bias, range and coverage of some scores as cells of a table."""
+    errors = [100 * score.error for score in scores]
+    flags = [score.inside for score in scores if score.inside is not None]
+    inside = f"{sum(flags) / len(flags):.0%}" if flags else ""
+    spread = f"{min(errors):+.1f} to {max(errors):+.1f} %"
+    return f"{len(scores)} | {_mean(scores):.1f} % | {sum(errors) / len(errors):+.1f} % | {spread} | {inside} |"
 
 
 def scoreboard() -> str:
@@ -67,15 +120,12 @@ def scoreboard() -> str:
         times = f"{score.measured:,.1f} ms | {score.low:,.1f} to {score.high:,.1f} ms"
         reason = NOT_COMPARABLE.get(row, "")
         lines.append(f"| {row} | {rest} | {score.machine} | {times} | {100 * score.error:+.0f} % | {reason} |")
-    return "\n".join(lines).replace("-0.0 %", "0.0 %") + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _groups(scores: Sequence[Score]) -> list[str]:
     """Return a table of scores by family, machine and pass."""
-    lines = [
-        "| family | machine | pass | rows | mean error | bias | range | inside |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [f"| family | machine | pass | {_HEAD}", f"| --- | --- {_LINE}"]
     groups: dict[tuple[str, str, str], list[Score]] = {}
     for score in scores:
         groups.setdefault(score.group, []).append(score)
@@ -84,12 +134,7 @@ def _groups(scores: Sequence[Score]) -> list[str]:
         return sum(bool(score.inside) for score in item[1]) / len(item[1]), -_mean(item[1])
 
     for (family, machine, part), members in sorted(groups.items(), key=covered):
-        errors = [100 * score.error for score in members]
-        inside = sum(bool(score.inside) for score in members) / len(members)
-        spread = f"{min(errors):+.1f} to {max(errors):+.1f} %"
-        bias = f"{sum(errors) / len(errors):+.1f} %"
-        counts = f"{len(members)} | {_mean(members):.1f} % | {bias} | {spread} | {inside:.0%}"
-        lines.append(f"| {family} | {machine} | {part} | {counts} |")
+        lines.append(f"| {family} | {machine} | {part} | {_figures(members)}")
     return lines
 
 
@@ -97,13 +142,25 @@ def _mean(scores: Sequence[Score]) -> float:
     return 100 * sum(abs(score.error) for score in scores) / len(scores)
 
 
-def with_scoreboard(page: str) -> str:
-    """Return the page with a new scoreboard between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{scoreboard()}\n{END}{after}"
+GENERATED: dict[str, dict[str, Callable[[], str]]] = {
+    "prediction.md": {"by question": by_question},
+    "prediction-accuracy.md": {"by part": by_part, "scoreboard": scoreboard},
+}
+"""Functions of the generated tables, by page and by the name in the mark before the table."""
+
+
+def with_tables(name: str, page: str) -> str:
+    """Return a page of docs/ with new tables behind its marks."""
+    for table, create in GENERATED[name].items():
+        begin = f"<!-- {table}: python -m scripts.scoreboard -->\n"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(_END)
+        page = f"{before}{begin}\n{create()}\n{_END}{after}"
+    return page.replace("-0.0 %", "0.0 %").replace("+0.0 %", "0.0 %")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_scoreboard(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"Wrote the scoreboard of {PAGE}")
+    for name in GENERATED:
+        path = ROOT / "docs" / name
+        path.write_text(with_tables(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"Wrote the tables of {path}")

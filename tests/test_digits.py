@@ -5,7 +5,14 @@ from decimal import Decimal
 
 import pytest
 
-from ringprof.common.formatting import milliseconds, percent, significant, three_digits
+from ringprof.common.formatting import (
+    milliseconds,
+    percent,
+    rounded_percent,
+    rounded_time,
+    significant,
+    three_digits,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +55,11 @@ def test_significant_digits_are_those_of_the_rounded_decimal(digits: int) -> Non
         assert abs(Decimal(text.replace(",", "")) - exact) <= Decimal(10) ** exponent / 2 * Decimal("1.001")
         assert "e" not in text and len(text.partition(".")[2]) <= 6
     assert [significant(value) for value in (0, 0.003, 9.9996, 1186.187)] == ["0", "0.003", "10.00", "1,186"]
+
+
+def test_rounded_times_and_percentages() -> None:
+    """Three significant digits; seconds from 1 s up, also where rounding makes one of 999.5 ms."""
+    assert [rounded_time(ns) for ns in (48_540_000, -9.36e6, 999.4e6, 999.6e6, -2.5e9)] == [
+        "48.5 ms", "-9.36 ms", "999 ms", "1.00 s", "-2.50 s",
+    ]  # fmt: skip
+    assert [rounded_percent(share) for share in (0.1, 0.00909, 12.345)] == ["10.0 %", "0.909 %", "1,234 %"]

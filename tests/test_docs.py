@@ -85,6 +85,36 @@ def test_readme_hop_example_equals_the_committed_run() -> None:
     assert f"and {wire:.1f} ms on the wire at {hop.wire_gbps:.0f} GB/s" in text
 
 
+def test_readme_headline_equals_the_committed_run() -> None:
+    assert f"[{ringprof.load(ROOT / 'traces' / 'h200x2-burst-524288-fa3').figures()['tflops']:.0f} TFLOP/s" in README
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("h200x2-decode-1048576", "| {ms:.2f} ms | reads 16 GiB per GPU at {read:,.0f} GB/s, {of_memory:.1%} of"),
+        ("h200x2-decode-1048576-window", "| {ms:.2f} ms | reads 1 GiB per GPU at {read:,.0f} GB/s"),
+        ("h200x2-ring-prefill-262144", "| {ms:.1f} ms | {tflops:.0f} TFLOP/s per GPU, {tokens:,.0f} tokens/s; "),
+        ("h200x2-zigzag-65536-prefix", "(window 4096, prefix 1024: {ms:.1f} ms, {tflops:.0f} TFLOP/s per GPU)"),
+        ("h200x2-zigzag-65536-layer", ": {ms:.1f} ms, {tflops:.0f} TFLOP/s per GPU"),
+    ],
+)
+def test_figures_of_workloads_equal_the_committed_runs(name: str, shown: str) -> None:
+    run = ringprof.load(ROOT / "traces" / name)
+    assert run.run is not None and run.run.timings is not None
+    step, summary = run.report()["summary"]["inference"] or {}, run.summary
+    figures = {
+        "ms": (summary.rates.slowest_median_ns or 0) / 1e6,
+        "tflops": summary.rates.tflops,
+        "read": step.get("read_gbps") or 0,
+        "of_memory": step.get("of_bandwidth") or 0,
+        "tokens": step.get("tokens_per_second") or 0,
+    }
+    text = " ".join((ROOT / "docs" / "workloads.md").read_text(encoding="utf-8").split())
+    after = text.partition(f"`traces/{name}`")[2][:150]
+    assert shown.format(**figures).replace("%", " %") in after
+
+
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_command_is_in_the_readme(name: str) -> None:
     table = README.partition("## Commands\n")[2].partition("\n## ")[0]
@@ -155,6 +185,18 @@ def test_kernel_table_equals_the_features_of_the_kernels() -> None:
     ]
     table = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").partition("| --- |")[2].partition("\n\n")[0]
     assert table.splitlines()[1:] == rows
+
+
+def test_every_warning_of_a_report_is_in_the_docs() -> None:
+    """Each code that the sources state must be on the page of its kind of input."""
+    names = ("metrics", "logs", "without-a-profiler")
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in names)
+    folders = [ROOT / "ringprof" / name for name in ("trace", "analysis", "scale", "comm_logs", "kernel_tables")]
+    sources = "".join(path.read_text("utf-8") for folder in folders for path in sorted(folder.rglob("*.py")))
+    tables = "".join(re.findall(r"_ODDITIES = \{(.+?)\n\}", sources, re.DOTALL))
+    codes = re.findall(r"Notice\(\s*\"([a-z_]+)\"", sources) + re.findall(r"^    \"([a-z_]+)\":", tables, re.MULTILINE)
+    assert len(codes) > 50 and "negative_duration" in codes
+    assert [code for code in codes if f"`{code}`" not in pages] == []
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -151,11 +151,13 @@ def assert_steps_are_within_kernels(events: list[dict[str, Any]]) -> None:
 
 def test_every_example_is_in_the_docs_and_has_a_test() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny_model", "setup_ranks"}
-    pages = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("training.md", "prediction.md"))
+    pages = "".join(
+        (ROOT / "docs" / name).read_text("utf-8") for name in ("training.md", "prediction.md", "workloads.md")
+    )
     assert all(f"](../examples/{name}.py)" in pages for name in scripts)
-    # Those that need GPUs are tested in tests/integrations.
-    on_gpus = {"transformers_trainer", "torchtitan_llama", "megatron_gpt"}
-    assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - on_gpus)
+    # Those that need GPUs are tested in tests/integrations, the one over a cache in tests/strategies.
+    elsewhere = {"transformers_trainer", "torchtitan_llama", "megatron_gpt", "prefill_to_decode"}
+    assert all(f'"{name}"' in Path(__file__).read_text("utf-8") for name in scripts - elsewhere)
 
 
 def test_two_processes_send_what_a_rank_of_four_sends(tmp_path: Path) -> None:

@@ -44,15 +44,21 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
     """Device activities by name, summed over all ranks, longest first."""
 
     @property
+    def slowest_iterations_ns(self) -> list[int]:
+        """Time of each iteration on its slowest rank; empty where the ranks have different numbers of iterations."""
+        if len({len(rank.iteration_ns) for rank in self.ranks}) != 1:
+            return []
+        return [max(walls) for walls in zip(*(rank.iteration_ns for rank in self.ranks), strict=True)]
+
+    @property
     def median_iteration(self) -> int | None:
         """Index of the iteration whose slowest rank took the median time (the lower of two middle ones).
 
         None where only one iteration is marked, or the ranks have different numbers of iterations.
         """
-        counts = {len(rank.iteration_ns) for rank in self.ranks}
-        if len(counts) != 1 or counts == {1}:
+        slowest = self.slowest_iterations_ns
+        if len(slowest) < 2:
             return None
-        slowest = [max(walls) for walls in zip(*(rank.iteration_ns for rank in self.ranks), strict=True)]
         return sorted(range(len(slowest)), key=lambda number: (slowest[number], number))[(len(slowest) - 1) // 2]
 
     @property
@@ -62,13 +68,42 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def window_iterations(self) -> int | None:
-        """Number of iterations in the window; None where it is not known, and for a part of an iteration."""
-        return window_iterations(self.ranks, self.run)
+        """Number of iterations in the window; None where it is not known, and for a part of an iteration.
+
+        In a block that `capture` recorded, iterations are the training steps that all traces show, or else those that
+        the workload states.
+        """
+        ranks, run = self.ranks, self.run
+        sources = {rank.window_source for rank in ranks}
+        if self.partial_window or len(sources) > 1:
+            return None
+        counted = _counted_steps(ranks)
+        if run is None or "ringprof" not in sources:
+            return counted
+        if not run.captured:
+            marked = {len(rank.iteration_ns) for rank in ranks}
+            return marked.pop() if len(marked) == 1 else None
+        stated = run.workload.steps if run.workload is not None and workload_fits(run) else None
+        if counted is None or stated is None:
+            return counted or stated
+        # Several optimizers may step in one iteration: the counted FLOPs then confirm the stated number.
+        return min(counted, stated) if counted_over_needed(run) is not None else counted
 
     @cached_property
     def times_are_of(self) -> str:
-        """Unit that a time stands for after division by the iterations, in words: ``one iteration`` and others."""
-        return times_are_of(self.ranks, self.run)
+        """Unit that the window's times stand for after division: ``one iteration``, ``the captured block`` ..."""
+        sources, count, run = {rank.window_source for rank in self.ranks}, self.window_iterations, self.run
+        recorded_here = "ringprof" in sources
+        if count is not None:
+            captured = recorded_here and (run is None or run.captured) and count > 1
+            return f"one iteration ({count} captured)" if captured else "one iteration"
+        if self.partial_window:
+            return "one chosen range" if max(len(rank.iteration_ns) for rank in self.ranks) > 1 else "the chosen window"
+        if sources == {"trace"}:
+            return "the whole trace"
+        if not recorded_here or len(sources) > 1:
+            return "each rank's window"
+        return "the captured block" if run is not None else "one ringprof::iteration range"
 
     @property
     def recurrent(self) -> bool:
@@ -332,28 +367,6 @@ def merge_warnings(warnings: Iterable[Notice]) -> tuple[Notice, ...]:
     return tuple(merged.values())
 
 
-def window_iterations(ranks: Sequence[Rank], run: Run | None) -> int | None:
-    """Count the iterations in the window; None where they are not known, and for a part of an iteration.
-
-    In a block that `capture` recorded, iterations are the training steps that all traces show. Where the traces show
-    none, they are the steps that the workload states.
-    """
-    sources = {rank.window_source for rank in ranks}
-    if any(rank.partial_window for rank in ranks) or len(sources) > 1:
-        return None
-    counted = _counted_steps(ranks)
-    if run is None or "ringprof" not in sources:
-        return counted
-    if not run.captured:
-        marked = {len(rank.iteration_ns) for rank in ranks}
-        return marked.pop() if len(marked) == 1 else None
-    stated = run.workload.steps if run.workload is not None and workload_fits(run) else None
-    if counted is None or stated is None:
-        return counted or stated
-    # Several optimizers may step in one iteration: the counted FLOPs then confirm the stated number.
-    return min(counted, stated) if counted_over_needed(run) is not None else counted
-
-
 def steps_warning(ranks: Sequence[Rank], run: Run | None) -> list[Notice]:
     """Warn where a captured block has more steps than its workload states, and no counted FLOPs check that."""
     if run is None or run.workload is None or not run.captured or counted_over_needed(run) is not None:
@@ -366,22 +379,6 @@ def steps_warning(ranks: Sequence[Rank], run: Run | None) -> list[Notice]:
         f"steps: unless several of them share an iteration, state Workload(steps={counted}), or TFLOP/s are too low"
     )
     return [Notice("workload_steps_differ", message)]
-
-
-def times_are_of(ranks: Sequence[Rank], run: Run | None) -> str:
-    """Name the unit that the window's times stand for after division: ``one iteration``, ``the captured block`` ..."""
-    sources, count = {rank.window_source for rank in ranks}, window_iterations(ranks, run)
-    recorded_here = "ringprof" in sources
-    if count is not None:
-        captured = recorded_here and (run is None or run.captured) and count > 1
-        return f"one iteration ({count} captured)" if captured else "one iteration"
-    if any(rank.partial_window for rank in ranks):
-        return "one chosen range" if max(len(rank.iteration_ns) for rank in ranks) > 1 else "the chosen window"
-    if sources == {"trace"}:
-        return "the whole trace"
-    if not recorded_here or len(sources) > 1:
-        return "each rank's window"
-    return "the captured block" if run is not None else "one ringprof::iteration range"
 
 
 def _counted_steps(ranks: Sequence[Rank]) -> int | None:

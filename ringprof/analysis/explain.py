@@ -27,7 +27,7 @@ from ringprof.analysis.timeline.cpu import (
 )
 from ringprof.analysis.timeline.idle import idle_causes
 from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, rank_kernels
-from ringprof.analysis.timeline.layers import Blocked, ExposedSpans, cpu_layers, device_layers
+from ringprof.analysis.timeline.layers import cpu_layers, device_layers
 from ringprof.analysis.timeline.products import cpu_products, device_products
 from ringprof.analysis.timeline.recurrence import cpu_recurrence, device_recurrence
 from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
@@ -230,12 +230,8 @@ def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]
     if not rank.on_cpu:
         rows = detail.rows()
         exposure = exposure_of(detail, rows)
-        layers = device_layers(
-            detail.classified,
-            rows,
-            ExposedSpans(exposure.everything, exposure.wait, exposure.wire),
-            [Blocked(block.hop, block.time_ns, block.part) for block in detail.blocks],
-        )
+        blocked = [(block.hop, block.time_ns, block.part) for block in detail.blocks]
+        layers = device_layers(detail.classified, rows, exposure.everything, exposure.wait, exposure.wire, blocked)
         recurrence = device_recurrence(detail.classified, rows, exposure.everything, detail.splits)
         breakdown = breakdown.with_blocked(spans_of(detail.blocks))
         idle = idle_causes(detail.idle_parts(), detail.classified.trace.names)

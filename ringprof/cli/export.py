@@ -7,6 +7,7 @@ import html
 import http.server
 import io
 import json
+import re
 import secrets
 import webbrowser
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
 from ringprof.report.perfetto import events_of, run_metadata
+from ringprof.trace.inputs import EXPORT_SUFFIX
 
 VIEWER = "https://ui.perfetto.dev"
 PORT = 9001
@@ -105,7 +107,12 @@ def open_in_perfetto(path: Path, folder: Path) -> None:
 
 @click.command(name="export", cls=Command)
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@click.option("-o", "--output", type=OutputFile(), help="Trace file to write: .json or .json.gz.")
+@click.option(
+    "-o",
+    "--output",
+    type=OutputFile(),
+    help=f"Trace file to write: .json or .json.gz.  [default: NAME{EXPORT_SUFFIX}, after the run]",
+)
 @click.option("--open", "opens", is_flag=True, help="Open the trace in Perfetto; without -o, from a temporary file.")
 @click.option("--launches", is_flag=True, help="Include the CPU threads: their launches and named ranges.")
 @reads_traces
@@ -116,11 +123,10 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
     loopback for ui.perfetto.dev; the page reads it in the browser and sends it nowhere.
 
     \b
+    ringprof export traces/run.json
     ringprof export traces/run.json -o merged.json.gz
     ringprof export traces/run.json --open
     """
-    if output is None and not opens:
-        raise UsageError("export: give a file to write (-o merged.json.gz), or --open")
     if output is not None and not output.lower().endswith((".json", ".json.gz")):
         raise UsageError(f"--output {output}: a trace is written as .json or .json.gz")
     with show_progress("reading") as notify:
@@ -129,6 +135,8 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
             raise UsageError("export: a printed table has no timeline: give a run or traces")
         findings = analysis.findings  # before the file is opened, since this may raise an error
         notify("writing", 0, 0)
+        if output is None and not opens:
+            output = default_output(analysis.name)
         if output is not None:
             _write(findings, Path(output), launches=launches)
     if opens:
@@ -140,6 +148,15 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
         finally:
             remove(folder)
     return 0
+
+
+def default_output(name: str) -> str:
+    """Return a file name for a run or trace of this name, which may come from an untrusted file."""
+    stem = re.sub(r"\.(json|gz|ringprof|sqlite)\b", "", name)
+    return (re.sub(r"[^\w-]+", "_", stem, flags=re.ASCII)[:_LONGEST_STEM] or "trace") + EXPORT_SUFFIX
+
+
+_LONGEST_STEM = 100
 
 
 def _write(findings: Findings, path: Path, *, launches: bool) -> None:

@@ -15,7 +15,7 @@ from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
 from ringprof.cli.options import Advanced, Command
 from ringprof.cli.progress import show_progress
 from ringprof.cli.values import Number
-from ringprof.cli.write import NARROWEST, formats, print_or_write, text_style, to_file
+from ringprof.cli.write import formats, print_or_write, text_style, to_file, with_width
 from ringprof.common.files import read_within
 from ringprof.common.json_object import json_text
 from ringprof.common.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
@@ -29,12 +29,7 @@ _SETTINGS = ("batch", "heads", "head_dim", "world_size", "causal", "device")
 @click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
 @formats("json", "csv")
 @to_file
-@click.option(
-    "--width",
-    cls=Advanced,
-    type=click.IntRange(min=NARROWEST),
-    help="Output width in columns.  [default: the terminal's]",
-)
+@with_width
 @click.option("--batch", type=click.IntRange(min=1), help="Batch size, if a log does not state it.")
 @click.option("--heads", type=click.IntRange(min=1), help="Number of query heads, if a log does not state it.")
 @click.option("--head-dim", type=click.IntRange(min=1), help="Head dimension, if a log does not state it.")

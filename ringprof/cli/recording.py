@@ -173,10 +173,10 @@ def operator_of(options: Options) -> JsonObject:
 
 
 def _refuse_together(options: Options, other: str, names: Iterable[str]) -> None:
-    """Raise `UsageError` for the first of ``names`` that is set, as it cannot be combined with the option ``other``."""
+    """Raise `UsageError` for the first of ``names`` that is set, as it does not go with the option ``other``."""
     for name in names:
         if options.get(name):
-            raise UsageError(f"--{name.replace('_', '-')}: not made for {other}")
+            raise UsageError(f"--{name.replace('_', '-')} does not go with {other}")
 
 
 def layer_of(options: Options) -> JsonObject:
@@ -188,7 +188,7 @@ def layer_of(options: Options) -> JsonObject:
             raise UsageError(f"--{unused.replace('_', '-')} goes with --layer ddp or --layer fsdp2")
         return {}
     if options.get("phase", "training") != "training":
-        raise UsageError("--layer: not made for prefill and decode")
+        raise UsageError("--layer does not go with prefill or decode")
     _refuse_together(options, "--layer", _SCORES_AND_HEADS)
     refuse_below_one({"--layers": values["layers"], "--mlp-size": values["mlp_size"]})
     hidden = options["heads"] * options["head_dim"]

@@ -19,13 +19,13 @@ from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.values import Number
 from ringprof.cli.write import (
-    NARROWEST,
     OutputFile,
     formats,
     print_or_write,
     say,
     text_style,
     to_file,
+    with_width,
     write_text,
     written,
 )
@@ -62,12 +62,7 @@ _PAGE_STAYS_S = 3600.0
 @click.option("--csv", "frame", type=OneOf([*FRAMES]), help="Write one table as CSV instead of the report.")
 @click.option("--parquet", metavar="TABLE", type=OneOf([*FRAMES]), help="Write one table as Parquet to -o.")
 @to_file
-@click.option(
-    "--width",
-    cls=Advanced,
-    type=click.IntRange(min=NARROWEST),
-    help="Output width in columns.  [default: the terminal's]",
-)
+@with_width
 @click.option("--html", "page", type=OutputFile(), help="Also write the report as one HTML page.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser (without --html, a temporary file).")
 @all_of(*(click.option(f"--{name}", is_flag=True, help=section.option) for name, section in OPTIONAL.items()))

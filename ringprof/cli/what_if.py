@@ -87,14 +87,22 @@ def _text(result: WhatIf, changes: Changes) -> str:
             f"PREDICTED {duration(result.changed_ns)} ({low} to {high}): {percent(abs(result.gain))} {word} than the"
             " replay",
             f"change    {_change(result)}",
-            "range     80 % interval, by three recorded pairs that differ in the transport of hops"
-            if result.is_interval
-            else "range     middle 80 % over draws of the machine's figures, widened by the replay's error; not a"
-            " confidence interval: no recorded pair shows the model's error for such a change",
+            f"range     {_range(result, changes)}",
         ]
         if abs(result.gain) < abs(result.replay_error):
             lines.append("the change is smaller than the replay's error")
     return "\n".join(lines) + "\n"
+
+
+def _range(result: WhatIf, changes: Changes) -> str:
+    """Say what the range of a prediction holds, and why it is no 80 % interval where it is none."""
+    if result.is_interval:
+        return "80 % interval, by three recorded pairs that differ in the transport of hops"
+    kernels = ", and by the spread of both kernels' curves" if changes.kernel else ""
+    return (
+        "no 80 % interval: such a change was not checked against pairs of recorded runs, so the model's error for it is"
+        " unknown. This is the middle 80 % over draws of the machine's figures, widened by the replay's error" + kernels
+    )
 
 
 def _change(result: WhatIf) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from ringprof.comm_logs.bounds import Bounds, begun_by_of, bounds_of, bus_factor, sum_if_known
-from ringprof.comm_logs.match import Key, Matches, Meeting, match
+from ringprof.comm_logs.match import Key, Match, Matches, match_operations
 from ringprof.comm_logs.operations import COMPLETED, Operation, RankLog
 from ringprof.common.formatting import milliseconds
 from ringprof.trace.columns import Notice
@@ -121,7 +121,7 @@ class CommLogFindings(msgspec.Struct, frozen=True):
 
 def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogFindings:
     """Analyse the logs of the ranks of one job, at least one. ``notices`` are warnings to keep in the result."""
-    matches = match(logs)
+    matches = match_operations(logs)
     by_key = {(log.rank, index): operation for log in logs for index, operation in enumerate(log.operations)}
     hosts = {log.host for log in logs if log.host}
     same_clock = matches.clock_conflict is None
@@ -238,19 +238,19 @@ def _peer_times(
     posted = {key: operation.posted_ns for key, operation in by_key.items()}
     begun = {key: begun_by_of(operation) for key, operation in by_key.items()}
     peer_times: dict[Key, tuple[int | None, int | None]] = {}
-    for meeting in matches.meetings:
-        if meeting.is_collective:
-            posts = _Latest({key: posted[key] for key in meeting.members})
-            begins = _Latest({key: begun[key] for key in meeting.members})
-            for key in meeting.members:
-                known = meeting.complete and begins.all_known_without(key)
+    for match in matches.matched:
+        if match.is_collective:
+            posts = _Latest({key: posted[key] for key in match.members})
+            begins = _Latest({key: begun[key] for key in match.members})
+            for key in match.members:
+                known = match.complete and begins.all_known_without(key)
                 peer_times[key] = posts.without(key), begins.without(key) if known else None
     # Waiting for a peer of a hop includes waiting for the peers that it waits for.
     near = {key: _Latest({other: begun[other] for other in others}) for key, others in matches.hop_peers.items()}
     for key, others in matches.hop_peers.items():
         peer_posts = [time for other in others if (time := posted[other]) is not None]
         # NCCL Inspector does not say which other messages a kernel carries, and so not for whom it waits.
-        known = sources[key[0]] == "flight_recorder" and matches.meetings[matches.meeting_of[key]].complete
+        known = sources[key[0]] == "flight_recorder" and matches.match_of[key].complete
         known = known and all(begun[other] is not None and near[other].all_known_without(key) for other in others)
         times = [time for other in others for time in (begun[other], near[other].without(key)) if time is not None]
         peer_times[key] = max(peer_posts, default=None), max(times, default=None) if known else None
@@ -267,7 +267,8 @@ def _rows(log: RankLog, peer_times: Mapping[Key, tuple[int | None, int | None]])
         of_group[operation.group].append(index)
     places: dict[int, tuple[int, int | None, int | None]] = {}
     for indices in of_group.values():
-        first, period = _repetition([_signature(log.operations[index]) for index in indices])
+        of_indices = [log.operations[index] for index in indices]
+        first, period = _repetition([(item.name, item.sends, item.receives, item.size_bytes) for item in of_indices])
         for number, index in enumerate(indices):
             regular = period and number >= first and log.from_start
             step = (number - first) % period + 1 if regular and period else None
@@ -275,10 +276,6 @@ def _rows(log: RankLog, peer_times: Mapping[Key, tuple[int | None, int | None]])
     for index, operation in enumerate(log.operations):
         key = (log.rank, index)
         yield key, OperationRow(operation, *places[index], bounds_of(operation, *peer_times.get(key, (None, None))))
-
-
-def _signature(operation: Operation) -> tuple[object, ...]:
-    return operation.name, operation.sends, operation.receives, operation.size_bytes
 
 
 def _repetition(signatures: Sequence[object]) -> tuple[int, int | None]:
@@ -309,9 +306,9 @@ _MOST_COMPARISONS = 10_000_000
 def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]:
     """Return each rank's time on the device beyond that of the shortest rank in the same operation, summed."""
     excess: dict[int, int] = defaultdict(int)
-    for meeting in matches.meetings:
-        times = {key: time for key in meeting.members if (time := by_key[key].shown_ns) is not None}
-        if meeting.complete and len(times) == len(meeting.members):
+    for match in matches.matched:
+        times = {key: time for key in match.members if (time := by_key[key].shown_ns) is not None}
+        if match.complete and len(times) == len(match.members):
             shortest = min(times.values())
             for (rank, _), time in times.items():
                 excess[rank] += time - shortest
@@ -369,15 +366,15 @@ def _lateness(matches: Matches, by_key: dict[Key, Operation], *, same_clock: boo
     By the times of posting where they are known. Else by the times on the device: an operation that ends on all ranks
     together takes least time on the rank that began it last.
     """
-    complete = [meeting for meeting in matches.meetings if meeting.complete]
-    posted = [item for meeting in complete if same_clock and (item := _last(meeting, by_key, "posted_ns", 1))]
+    complete = [match for match in matches.matched if match.complete]
+    posted = [item for match in complete if same_clock and (item := _last(match, by_key, "posted_ns", 1))]
     if posted:
         return posted, "posted"
-    return [item for meeting in complete if (item := _last(meeting, by_key, "shown_ns", -1))], "time"
+    return [item for match in complete if (item := _last(match, by_key, "shown_ns", -1))], "time"
 
 
-def _last(meeting: Meeting, by_key: dict[Key, Operation], field: str, sign: int) -> Lateness | None:
-    operations = [by_key[key] for key in meeting.members]
+def _last(match: Match, by_key: dict[Key, Operation], field: str, sign: int) -> Lateness | None:
+    operations = [by_key[key] for key in match.members]
     values = [getattr(operation, field) for operation in operations]
     if None in values or len({operation.rank for operation in operations}) < 2 or min(values) == max(values):
         return None
@@ -411,7 +408,7 @@ def _standings(
             if not own:
                 continue
             key = unfinished[0] if unfinished else own[-1]
-            waits_for = matches.meetings[matches.meeting_of[key]].missing if unfinished and one_job else ()
+            waits_for = matches.match_of[key].missing if unfinished and one_job else ()
             others = tuple(rank for rank in waits_for if rank != log.rank)
             standings.append(Standing(log.rank, labels.get(group, group), rows[key], len(unfinished), others))
     return tuple(standings)
@@ -436,7 +433,7 @@ def _verdict(
     unfinished = [key for key, row in rows.items() if row.operation.state != COMPLETED]
     if unfinished:
         yield from _unfinished_sentences(unfinished, standings, matches, rows, labels)
-    disagreeing = [meeting for meeting in matches.meetings if meeting.sizes_differ]
+    disagreeing = [match for match in matches.matched if match.sizes_differ]
     if disagreeing:
         first = [rows[key] for key in disagreeing[0].members]
         listed = ", ".join(f"rank {row.operation.rank} {_sized(row.operation)}" for row in first[:4])
@@ -508,8 +505,7 @@ def _unfinished_sentences(
                 f"Rank {rank} {lacks} its part of {place_of(standing.row)} of group {standing.group}, which rank"
                 f" {operation.rank} posted{from_}{stands}."
             )
-    meetings = ((key, matches.meetings[matches.meeting_of[key]]) for key in unfinished)
-    together = [key for key, meeting in meetings if meeting.complete and not meeting.missing]
+    together = [key for key in unfinished if (match := matches.match_of[key]).complete and not match.missing]
     if together and not explained:
         first = rows[together[0]]
         label = labels.get(first.operation.group, first.operation.group)

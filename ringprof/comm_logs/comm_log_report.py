@@ -121,16 +121,13 @@ def _standing_table(findings: CommLogFindings) -> Table:
         Column("not\nposted by", left=True), Column("open", "count"), Column("posted from", left=True, drop=1),
     )  # fmt: skip
     rows = [
-        [f"rank {item.rank}", clean(item.group, 40), place_of(item.row), _state(item.row),
+        [f"rank {item.rank}", clean(item.group, 40), place_of(item.row),
+         "gave up" if item.row.operation.timed_out else item.row.operation.state,
          ", ".join(f"rank {rank}" for rank in item.waits_for[:4]) or None, item.unfinished,
          item.row.operation.location or None]
         for item in findings.standings
     ]  # fmt: skip
     return _without_empty(Table("where the ranks stand", columns, rows, _ALL))
-
-
-def _state(row: OperationRow) -> str:
-    return "gave up" if row.operation.timed_out else row.operation.state
 
 
 def _rank_table(findings: CommLogFindings) -> Table:
@@ -199,10 +196,7 @@ def _report(findings: CommLogFindings, paths: Sequence[str]) -> JsonObject:
         "late_by": findings.late_by or None,
         "ranks": [
             {"rank": row.rank, "host": log.host, "from_start": log.from_start, "missing": log.missing,
-             "operations": row.operations, "hops": row.hops, "sent_bytes": row.sent_bytes,
-             "unfinished": row.unfinished, "compared": row.compared, "last": row.last,
-             "late_median_ns": row.late_median_ns, "late_most_ns": row.late_most_ns,
-             "wait_least_ns": row.wait_least_ns, "excess_ns": row.excess_ns}
+             **msgspec.structs.asdict(row)}
             for row, log in zip(findings.ranks, findings.logs, strict=True)
         ],
         "sizes": [

@@ -14,7 +14,7 @@ Key = tuple[int, int]
 """Rank of an operation, and its index in the rank's log."""
 
 
-class Meeting(msgspec.Struct):
+class Match(msgspec.Struct):
     """Operations of different ranks that belong together: one collective, or the hops that exchange messages."""
 
     members: list[Key]
@@ -31,9 +31,8 @@ class Meeting(msgspec.Struct):
 class Matches(msgspec.Struct):
     """Matches of all operations of a job with those of other ranks."""
 
-    meetings: list[Meeting]
-    meeting_of: dict[Key, int]
-    """Index into ``meetings`` by operation."""
+    matched: list[Match]
+    match_of: dict[Key, Match]
     hop_peers: dict[Key, tuple[Key, ...]]
     """Operations at the other ends of a hop's messages."""
     clock_conflict: tuple[int, int, int] | None
@@ -42,16 +41,16 @@ class Matches(msgspec.Struct):
     notices: list[Notice]
 
 
-def match(logs: Sequence[RankLog]) -> Matches:
+def match_operations(logs: Sequence[RankLog]) -> Matches:
     """Match operations between ranks: collectives by their sequence numbers, messages by their order."""
     groups = _members(logs)
-    meetings = _collectives(logs, groups)
+    matches = _collectives(logs, groups)
     hops, hop_peers, notices = _hops(logs)
-    conflicts = [*_conflicts_of_collectives(logs, meetings), *_conflicts_of_hops(logs, hop_peers)]
-    meetings += hops
-    meeting_of = {key: index for index, meeting in enumerate(meetings) for key in meeting.members}
+    conflicts = [*_conflicts_of_collectives(logs, matches), *_conflicts_of_hops(logs, hop_peers)]
+    matches += hops
+    match_of = {key: match for match in matches for key in match.members}
     worst = max(conflicts, key=lambda conflict: conflict[2], default=None)
-    return Matches(meetings, meeting_of, hop_peers, worst, notices)
+    return Matches(matches, match_of, hop_peers, worst, notices)
 
 
 def _members(logs: Sequence[RankLog]) -> dict[str, Group]:
@@ -63,7 +62,7 @@ def _members(logs: Sequence[RankLog]) -> dict[str, Group]:
     return groups
 
 
-def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> list[Meeting]:
+def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> list[Match]:
     """Match collectives by group and sequence number, with NCCL Inspector also by name, as it numbers them."""
     by_number: dict[tuple[str, str, int], list[Key]] = defaultdict(list)
     last: dict[tuple[str, str, int], int] = {}
@@ -77,7 +76,7 @@ def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> list[Meet
                 line = (operation.group, name, log.rank)
                 last[line] = max(last.get(line, 0), operation.sequence)
     by_rank = {log.rank: log for log in logs}
-    meetings = []
+    matches = []
     for (group, name, sequence), keys in by_number.items():
         members = groups[group].ranks or tuple(sorted(users[group]))
         ranks = {rank for rank, _ in keys}
@@ -92,11 +91,11 @@ def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> list[Meet
         differ = len({operation.name for operation in operations}) > 1
         # A rank with two operations of one number shows that the numbers do not tell which belong together.
         is_collective, complete = len(keys) == len(ranks), not absent and len(members) > 1
-        meetings.append(Meeting(keys, missing, complete, differ, is_collective))
-    return meetings
+        matches.append(Match(keys, missing, complete, differ, is_collective))
+    return matches
 
 
-def _hops(logs: Sequence[RankLog]) -> tuple[list[Meeting], dict[Key, tuple[Key, ...]], list[Notice]]:
+def _hops(logs: Sequence[RankLog]) -> tuple[list[Match], dict[Key, tuple[Key, ...]], list[Notice]]:
     """Match the n-th message from one rank to another in a group with the n-th that the other receives from it."""
     sent: dict[tuple[str, int, int], list[tuple[Key, int | None, int]]] = defaultdict(list)
     received: dict[tuple[str, int, int], list[tuple[Key, int | None, int]]] = defaultdict(list)
@@ -136,16 +135,16 @@ def _hops(logs: Sequence[RankLog]) -> tuple[list[Meeting], dict[Key, tuple[Key, 
             missing[key][target] = None
         for key, *_ in into[len(out) :]:
             missing[key][source] = None
-    meetings = []
+    matches = []
     for members in _components(peers):
         ranks = {rank for key in members for rank in missing.get(key, ())}
         complete = not ranks and not unknown.intersection(members) and len(members) > 1
-        meetings.append(Meeting(members, tuple(sorted(ranks)), complete, not differ.isdisjoint(members)))
+        matches.append(Match(members, tuple(sorted(ranks)), complete, not differ.isdisjoint(members)))
     notices = []
     if unmatched:
         text = f"{unmatched:,} sends and receives have no known counterpart, since logs do not begin with the job"
         notices.append(Notice("unmatched_messages", text, count=unmatched))
-    return meetings, {key: tuple(others) for key, others in peers.items()}, notices
+    return matches, {key: tuple(others) for key, others in peers.items()}, notices
 
 
 _End = tuple[Key, int | None, int]
@@ -185,20 +184,20 @@ def _components(peers: dict[Key, dict[Key, None]]) -> list[list[Key]]:
     return components
 
 
-def _conflicts_of_collectives(logs: Sequence[RankLog], meetings: Sequence[Meeting]) -> Iterable[tuple[int, int, int]]:
+def _conflicts_of_collectives(logs: Sequence[RankLog], matches: Sequence[Match]) -> Iterable[tuple[int, int, int]]:
     """Yield for each collective the two ranks whose clocks disagree most, and by how many ns.
 
     By their clocks it ended on the first rank before the second had posted its part.
     """
     by_rank = {log.rank: log for log in logs}
-    for meeting in meetings:
-        operations = [_at(by_rank, key) for key in meeting.members]
+    for match in matches:
+        operations = [_at(by_rank, key) for key in match.members]
         ended = [
             (operation.completed_by_ns, operation.rank) for operation in operations
             if operation.completed_by_ns is not None and operation.name in SYNCHRONISING
         ]  # fmt: skip
         posted = [(operation.posted_ns, operation.rank) for operation in operations if operation.posted_ns is not None]
-        if not meeting.is_collective or not ended or not posted or min(ended)[0] >= max(posted)[0]:
+        if not match.is_collective or not ended or not posted or min(ended)[0] >= max(posted)[0]:
             continue
         # A rank has no conflict with itself: the two earliest ends and the two latest postings hold the worst pair.
         pairs = [

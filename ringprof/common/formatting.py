@@ -40,3 +40,14 @@ def significant(value: float, digits: int = 4) -> str:
     decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
     text = f"{value:,.{min(max(decimals, 0), _MOST_DECIMALS)}f}"
     return text.rstrip("0") if abs(rounded) < 0.1 else text
+
+
+def rounded_percent(share: float, digits: int = 3) -> str:
+    """Format a share or a relative difference as a percentage with so many significant digits."""
+    return f"{significant(100 * share, digits)} %"
+
+
+def rounded_time(time_ns: float, digits: int = 3) -> str:
+    """Format a time with so many significant digits: in ms, from 1 s up in seconds."""
+    unit_ns, name = (1e9, "s") if abs(time_ns) >= 999_500_000 else (1e6, "ms")
+    return f"{significant(time_ns / unit_ns, digits)} {name}"

@@ -12,7 +12,7 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
-from ringprof.common.formatting import significant
+from ringprof.common.formatting import percent, rounded_percent, rounded_time
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
@@ -42,17 +42,14 @@ _Z = 1.28
 """Standard deviations on each side of the middle that hold four of five cases."""
 _MAX_COMPARED = 3
 """Number of strategies that are compared over lengths, hosts and NICs."""
-_DRAWS, _FIRST_PASS_DRAWS, _REDRAW_FACTOR = 4000, 1, 1.1
-"""Monte Carlo draws: for ranking all choices, and for the first, cheap pass over each.
-
-Choices within ``_REDRAW_FACTOR`` of the fastest are then predicted again with the usual number of draws.
-"""
+_DRAWS, _FIRST_PASS_DRAWS = 4000, 1
+"""Monte Carlo draws: for ranking all choices, and for the first, cheap pass over each."""
+_NEAR, _FEW_RANKS_ERROR = 1.1, 1.12
+"""Multiple of the fastest time up to which a choice is predicted with the usual number of draws, and the largest factor
+by which a time from few ranks was too short (double rings, whose ranks wait for each other)."""
 _FAR_BEHIND = 2.0
-"""Multiple of the fastest time from which a choice is far behind.
-
-It keeps the prediction from few ranks, which was at most 12 % too fast (double rings, whose ranks wait for each other),
-and is not compared over lengths, hosts and NICs.
-"""
+"""Multiple of the fastest time from which a choice is far behind: it keeps the prediction from few ranks, and is not
+compared over lengths, hosts and NICs."""
 _LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NIC_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 _HOST_FACTORS = (0.25, 0.5, 1, 2, 4)
@@ -142,9 +139,9 @@ class Advice:
         }
         difference = second.median_ns - first.median_ns
         largest_first = sorted(excess, key=lambda part: -abs(excess[part]))
-        behind = f"{significant(100 * difference / first.median_ns, 3)} % ({significant(difference / 1e6, 3)} ms)"
+        behind = f"{rounded_percent(difference / first.median_ns)} ({rounded_time(difference)})"
         parts = ", ".join(
-            f"{'+' if excess[part] > 0 else ''}{significant(excess[part] / 1e6, 3)} ms of {_PART_NAMES[part]}"
+            f"{'+' if excess[part] > 0 else ''}{rounded_time(excess[part])} of {_PART_NAMES[part]}"
             for part in largest_first
             if abs(excess[part]) >= _SHOWN_NS
         )
@@ -159,9 +156,7 @@ class Advice:
             for program, flags in framework_flags(choice.prediction.query).items() if choice.fits else ():
                 if program not in done:
                     slower = choice.prediction.median_ns / self.first.prediction.median_ns - 1
-                    behind = (
-                        f", {significant(100 * slower, 3)} % longer than the first" if choice is not self.first else ""
-                    )
+                    behind = f", {rounded_percent(slower)} longer than the first" if choice is not self.first else ""
                     commands[f"{program}'s {choice.label}{behind}"] = flags
                     done.add(program)
         return commands
@@ -186,7 +181,7 @@ class Advice:
         variances = self.first.prediction.variance_by_input
         largest = max(variances, key=lambda name: variances[name])
         remaining = math.sqrt(sum(variances.values()) - variances[largest]) / math.sqrt(sum(variances.values()))
-        return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {100 * remaining:.0f} % as wide"
+        return f"{_HOW_TO_MEASURE.get(largest, largest)}: the interval would be {percent(remaining, 0)} as wide"
 
 
 _SHOWN_NS = 5_000
@@ -242,30 +237,42 @@ def ranked_choices(
     """
     if workload.recurrent:
         raise UnsupportedWorkloadError("only strategies for attention are compared: predict those for recurrences")
-    queries = chosen_queries(candidates(workload, cluster, machine, kernel), strategies)
-    predictions, refusals = [], []
-    for number, query in enumerate(queries):
-        notify("strategies", number, len(queries))
-        try:
-            predictions.append(predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS, few_ranks=True))
-        except RingprofError as error:
-            refusals.append((label_of(query), str(error)))
-    if not predictions:
-        reasons = dict.fromkeys(why for _, why in refusals)
-        raise UnsupportedWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3])}")
     available_bytes = memory_bytes or machine.memory_bytes
 
     def order(prediction: PredictionResult) -> tuple[bool, float]:
         return prediction.peak_bytes > available_bytes, prediction.median_ns
 
-    for factor, draws in ((_FAR_BEHIND, _FIRST_PASS_DRAWS), (_REDRAW_FACTOR, DRAWS)):
-        if draws == DRAWS or cluster.size > MAX_SIMULATED_RANKS:
-            exceeds_memory, fastest_ns = min(map(order, predictions))
-            predictions = [
-                predict(prediction.query, machine, schedule_of, draws=draws)
-                if order(prediction) < (exceeds_memory, factor * fastest_ns) else prediction
-                for prediction in predictions
-            ]  # fmt: skip
+    def limit(factor: float) -> tuple[bool, float]:
+        exceeds_memory, fastest_ns = min(map(order, predictions))
+        return exceeds_memory, factor * fastest_ns
+
+    queries = chosen_queries(candidates(workload, cluster, machine, kernel), strategies)
+    predictions: list[PredictionResult] = []
+    over_nccl: dict[str, PredictionResult] = {}
+    refusals = []
+    for number, query in enumerate(sorted(queries, key=lambda query: query.hops == "copy")):
+        notify("strategies", number, len(queries))
+        with_nccl = over_nccl.get(label_of(replace(query, hops="nccl")))
+        if with_nccl is not None and order(with_nccl) > limit(_FAR_BEHIND):
+            refusals.append((label_of(query), "not tried, as it is far behind with hops over NCCL"))
+            continue
+        try:
+            prediction = predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS, few_ranks=True)
+        except RingprofError as error:
+            refusals.append((label_of(query), str(error)))
+        else:
+            over_nccl[label_of(query)] = prediction
+            predictions.append(prediction)
+    if not predictions:
+        reasons = dict.fromkeys(why for _, why in refusals)
+        raise UnsupportedWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3])}")
+    from_few_ranks = cluster.size > MAX_SIMULATED_RANKS
+    near, far_behind = limit(_NEAR * (_FEW_RANKS_ERROR if from_few_ranks else 1.0)), limit(_FAR_BEHIND)
+    for index, prediction in enumerate(predictions):
+        is_near = order(prediction) < near
+        if is_near or (from_few_ranks and order(prediction) < far_behind):
+            draws = DRAWS if is_near else _FIRST_PASS_DRAWS
+            predictions[index] = predict(prediction.query, machine, schedule_of, draws=draws)
     predictions.sort(key=order)
     probabilities = probabilities_of_being_best(
         [prediction for prediction in predictions if prediction.peak_bytes <= available_bytes]
@@ -350,7 +357,10 @@ def _sweep(
     axis: str, values: Sequence[float], predictions: Sequence[PredictionResult], machine: Calibration,
     schedule_of: ScheduleOf, notify: Notify,
 ) -> Iterator[Point]:  # fmt: skip
-    """Yield the predictions at each value of an axis (``lengths``, ``NICs``, ``hosts``) that is not refused."""
+    """Yield the predictions at each value of an axis (``lengths``, ``NICs``, ``hosts``) that is not refused.
+
+    Those from few ranks are scaled by what all ranks take over few ranks in ``predictions``.
+    """
 
     def changed(query: Query, value: float) -> Query:
         if axis == "lengths":
@@ -362,15 +372,23 @@ def _sweep(
         changes: JsonObject = {"nic_gbit": value} if axis == "NICs" else {"hosts": int(value)}
         return replace(query, cluster=replace(query.cluster, **changes))
 
+    def predicted(query: Query) -> PredictionResult:
+        return predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS, few_ranks=True)
+
+    few = [predicted(prediction.query).time if values else prediction.time for prediction in predictions]
     for number, value in enumerate(values):
         notify(axis, number, len(values))
-        queries = [(prediction, changed(prediction.query, value)) for prediction in predictions]
         with suppress(RingprofError):
-            yield Point(value, tuple(
-                prediction if prediction.query == query
-                else predict(query, machine, schedule_of, draws=_FIRST_PASS_DRAWS)
-                for prediction, query in queries
-            ))  # fmt: skip
+            points = []
+            for prediction, few_ranks_time in zip(predictions, few, strict=True):
+                query = changed(prediction.query, value)
+                if query == prediction.query:
+                    points.append(prediction)
+                    continue
+                point = predicted(query)
+                scaled = point.time.scaled(prediction.time, few_ranks_time)
+                points.append(replace(point, time=scaled) if point.few_ranks else point)
+            yield Point(value, tuple(points))
 
 
 def _first_hidden(points: Sequence[Point]) -> float | None:

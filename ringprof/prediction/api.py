@@ -121,7 +121,7 @@ class Prediction:
         """Return the time of the slowest rank, with one row per phase and part."""
         rows = [
             {"phase": phase, "part": part_labels(self.prediction.query.workload)[part], "time_ms": ns / 1e6}
-            for phase, parts in self._phases().items() for part, ns in parts.items()
+            for phase, parts in self.prediction.breakdown.phases.items() for part, ns in parts.items()
         ]  # fmt: skip
         return _frame("parts", rows)
 
@@ -129,15 +129,11 @@ class Prediction:
         """Plot where the time goes, with one stacked bar per phase."""
         rows = {
             phase: {part_labels(self.prediction.query.workload)[part]: ns / 1e6 for part, ns in parts.items()}
-            for phase, parts in self._phases().items()
+            for phase, parts in self.prediction.breakdown.phases.items()
         }
         axes = plots.parts(rows, "ms of the slowest rank, predicted", ax)
         axes.set_title(repr(self))
         return axes
-
-    def _phases(self) -> dict[str, dict[str, float]]:
-        spans = self.prediction.breakdown
-        return {name: parts for name, parts in (("forward", spans.forward), ("backward", spans.backward)) if parts}
 
     def write(self, folder: str | os.PathLike[str]) -> Run:
         """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""

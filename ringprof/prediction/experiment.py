@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from ringprof.common.formatting import percent, significant
-from ringprof.prediction.calibration import Calibration
+from ringprof.common.formatting import percent, rounded_percent, significant
 from ringprof.prediction.predict import PredictionResult
 
 _LEAST_PROBABILITY = 0.01
@@ -47,8 +46,8 @@ class _Input:
     measured: str
     command: str
     gpus: int
-    value: Callable[[Calibration, PredictionResult], tuple[float, str] | None] = lambda machine, prediction: None
-    """Assumed rate with its unit; None for times of kernels and hosts."""
+    gb_s: Callable[[PredictionResult], float | None] = lambda prediction: None
+    """Assumed rate in GB/s; None for times of kernels and hosts."""
 
 
 _CALIBRATE = "ringprof calibrate --parts {} -o machine.json"
@@ -57,19 +56,19 @@ _INPUTS = {
     "backward kernel": _Input("the kernel's backward time on the blocks of {}", _CALIBRATE.format("kernels"), 1),
     "memory": _Input(
         "the rate of merges and copies", _CALIBRATE.format("memory"), 1,
-        lambda machine, prediction: (machine.memory_gb_s.value, "GB/s"),
+        lambda prediction: prediction.machine.memory_gb_s.value,
     ),
     "host": _Input("the host's launch times", _CALIBRATE.format("host"), 1),
     "same_host": _Input(
         "the rate of hops inside a node", _CALIBRATE.format("links"), 2,
-        lambda machine, prediction: (machine.same_host.hop_gb_s.value, "GB/s"),
+        lambda prediction: prediction.machine.same_host.hop_gb_s.value,
     ),
     "other_host": _Input(
         "the rate between two nodes",
         "ringprof record --strategy ring on two nodes, then ringprof calibrate RUN", 2,
-        lambda machine, prediction: (
-            (machine.other_host.total_gb_s.value, "GB/s") if prediction.query.cluster.nic_gbit is None
-            else (prediction.query.cluster.nic_gbit / 8, "GB/s")
+        lambda prediction: (
+            prediction.machine.other_host.total_gb_s.value if prediction.query.cluster.nic_gbit is None
+            else prediction.query.cluster.nic_gbit / 8
         ),
     ),
 }  # fmt: skip
@@ -93,7 +92,7 @@ def deciding_experiment(first: PredictionResult, second: PredictionResult) -> Ex
         probability = NormalDist().cdf(-abs(deviations))
         spread = _spread(name, first, second, shifts)
         if probability >= _LEAST_PROBABILITY and spread:
-            result = _result(measured.value(first.machine, first), math.exp(deviations * spread))
+            result = _result(measured.gb_s(first), math.exp(deviations * spread))
             less_known = (first, second)[shifts[1] > shifts[0]].query.strategy
             experiments.append(
                 Experiment(measured.measured.format(less_known), measured.command, measured.gpus, result, probability)
@@ -106,21 +105,18 @@ def _spread(name: str, first: PredictionResult, second: PredictionResult, shifts
     """Return the standard deviation of an input's log time: its shift over the share of the time that depends on it."""
     prediction, shift = max(zip((first, second), shifts, strict=True), key=lambda pair: pair[1])
     breakdown = prediction.breakdown
-    whole = sum(sum(phase.values()) for phase in (breakdown.forward, breakdown.backward))
     if name == "host":
         return prediction.time.host.spread
     if name.endswith(" kernel"):
-        part = (breakdown.forward if name == "forward kernel" else breakdown.backward).get("kernel", 0.0)
+        part = breakdown.phases.get(name.removesuffix(" kernel"), {}).get("kernel", 0.0)
     else:
         part = breakdown.total(name)
-    return shift * whole / part if part else 0.0
+    return shift * breakdown.whole_ns / part if part else 0.0
 
 
-def _result(value: tuple[float, str] | None, factor: float) -> str:
+def _result(gb_s: float | None, factor: float) -> str:
     """Describe the measured value that changes a time by ``factor``; a rate changes by its inverse."""
-    more = factor > 1
-    if value is None:
-        return f"a time {significant(100 * abs(factor - 1), 3)} % {'longer' if more else 'shorter'} than assumed"
-    rate, unit = value
-    limit = "at most" if more else "at least"
-    return f"{limit} {significant(rate / factor, 3)} {unit} ({significant(rate, 3)} assumed)"
+    if gb_s is None:
+        return f"a time {rounded_percent(abs(factor - 1))} {'longer' if factor > 1 else 'shorter'} than assumed"
+    limit = "at most" if factor > 1 else "at least"
+    return f"{limit} {significant(gb_s / factor, 3)} GB/s ({significant(gb_s, 3)} assumed)"

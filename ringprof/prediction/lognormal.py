@@ -7,7 +7,7 @@ times. Both are lognormal and independent, so P(max < t) is the product of both 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 
@@ -59,6 +59,14 @@ class MaxLognormal:
             else:
                 high = middle
         return high
+
+    def scaled(self, by: MaxLognormal, over: MaxLognormal) -> MaxLognormal:
+        """Return the time with both medians multiplied by the ratio of those of ``by`` and ``over``."""
+        device, host = (
+            replace(time, median_ns=time.median_ns * (a.median_ns / b.median_ns if b.median_ns else 1.0))
+            for time, a, b in ((self.device, by.device, over.device), (self.host, by.host, over.host))
+        )
+        return MaxLognormal(device, host)
 
     @cached_property
     def median_ns(self) -> float:

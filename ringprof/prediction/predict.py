@@ -75,6 +75,16 @@ class _Breakdown:
     forward: dict[str, float]
     backward: dict[str, float]
 
+    @property
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Nanoseconds per part, by the phases that were run."""
+        phases = {"forward": self.forward, "backward": self.backward}
+        return {name: parts for name, parts in phases.items() if parts}
+
+    @property
+    def whole_ns(self) -> float:
+        return sum(sum(parts.values()) for parts in self.phases.values())
+
     def total(self, *parts: str) -> float:
         return sum(phase.get(part, 0.0) for phase in (self.forward, self.backward) for part in parts)
 
@@ -157,8 +167,7 @@ class PredictionResult:
     @property
     def bound_by(self) -> dict[str, str]:
         """The part that takes most of the slowest rank's time, per phase."""
-        phases = {"forward": self.breakdown.forward, "backward": self.breakdown.backward}
-        return {name: max(parts, key=lambda part: parts[part]) for name, parts in phases.items() if parts}
+        return {name: max(parts, key=lambda part: parts[part]) for name, parts in self.breakdown.phases.items()}
 
     @cached_property
     def evidence(self) -> str:
@@ -282,8 +291,11 @@ def _simulate_draws(
         lead_ns = max(0.0, _latest_end_ns(run(slow_host, utilisation, 0.0)) - host.median_ns - between_ns)
         timelines = run(slow_host, utilisation, lead_ns)
         host = replace(host, median_ns=_latest_end_ns(timelines))
+    breakdowns = [
+        time_breakdown(program, timeline, cluster) for program, timeline in zip(programs, timelines, strict=True)
+    ]
     slowest = max(range(len(programs)), key=lambda index: timelines[index].end_ns)
-    breakdown = time_breakdown(programs[slowest], timelines[slowest], cluster)
+    breakdown = breakdowns[slowest]
     variances = _variances(machine, curves, programs[slowest], breakdown, timelines[slowest].end_ns)
     variances["chance"] = run_variance
     # Margins below 1 come from runs without documents and windows, whose curves are less well known.
@@ -293,8 +305,8 @@ def _simulate_draws(
     device = Lognormal(device_ns, math.sqrt(sum(variances.values())))
     time = MaxLognormal(device, replace(host, spread=host.spread * _transfer_margin(machine, "host")))
     exposed_shares = [
-        time_breakdown(program, timeline, cluster).total("same_host", "other_host", "peers") / timeline.end_ns
-        for program, timeline in zip(programs, timelines, strict=True)
+        each.total("same_host", "other_host", "peers") / timeline.end_ns
+        for each, timeline in zip(breakdowns, timelines, strict=True)
     ]
     peak = max(programs, key=lambda program: program.peak_bytes)
     return PredictionResult(
@@ -406,7 +418,7 @@ def _variances(
                     f"{extrapolated_share:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
                 )
             spread = _spread_of(estimates)
-            share = (breakdown.forward if phase == "forward" else breakdown.backward).get("kernel", 0.0) / end_ns
+            share = breakdown.phases.get(phase, {}).get("kernel", 0.0) / end_ns
             variances[f"{phase} kernel"] = (share * spread) ** 2
     for part, value in (
         ("memory", machine.memory_gb_s), ("same_host", machine.same_host.hop_gb_s),
@@ -469,16 +481,18 @@ def _extrapolate(
         small_parts, large_parts = getattr(small.breakdown, name), getattr(large.breakdown, name)
         return {part: max(0.0, extrapolate(small_parts.get(part, 0.0), ns)) for part, ns in large_parts.items()}
 
-    peaks = [
-        max(program.peak_bytes for program in schedule_of(query, cluster, [0, cluster.size - 1]).programs)
-        for cluster in (clusters[1], _resized(clusters[1], 2 * LARGE_RANKS))
-    ]
+    more_bytes = 0
+    if small.peak_bytes != large.peak_bytes:
+        # Buffers that one or two hosts do not fill yet grow otherwise than those that have a part per rank.
+        programs, cluster = large.schedule.programs, _resized(query.cluster, 2 * LARGE_RANKS)
+        before, rank = max((programs[0].peak_bytes, 0), (programs[-1].peak_bytes, cluster.size - 1))
+        more_bytes = schedule_of(query, cluster, [rank]).programs[0].peak_bytes - before
     return replace(
         large, few_ranks=few_ranks, time=MaxLognormal(*(
             Lognormal(extrapolate(small_time.median_ns, large_time.median_ns), large_time.spread)
             for small_time, large_time in ((small.time.device, large.time.device), (small.time.host, large.time.host))
         )), breakdown=_Breakdown(phase("forward"), phase("backward")),
-        peak_bytes=round(large.peak_bytes + (peaks[1] - peaks[0]) * (ranks / large_ranks - 1)),
+        peak_bytes=round(large.peak_bytes + more_bytes * (ranks / large_ranks - 1)),
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def document(prediction: PredictionResult) -> Document:
 def _parts(prediction: PredictionResult) -> Content:
     """Draw one stacked bar per phase, with a table of the same times."""
     spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
-    phases = {name: parts for name, parts in (("forward", spans.forward), ("backward", spans.backward)) if parts}
+    phases = spans.phases
     stacked = {
         label: (_COLOURS[part], [phase.get(part, 0.0) / 1e6 for phase in phases.values()])
         for part, label in labels.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringprof.common.formatting import percent, significant
+from ringprof.common.formatting import percent, rounded_percent, significant
 from ringprof.prediction.advise import HIDDEN, Advice, Point, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks
@@ -46,13 +46,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         *([_FEW_RANKS] if any(choice.prediction.few_ranks for choice in shown_choices) else []),
         "",
         *_nothing_fits(advice),
-        *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
-        f"runner-up: {clean(advice.why_not_the_second(), LONGEST_SENTENCE)}",
-        *_crossing_lines(advice),
-        *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
-        f"to narrow the interval: {advice.what_to_measure()}",
-        f"experiment: {clean(advice.experiment(), LONGEST_SENTENCE)}",
-        *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
+        *_sentences(advice),
     ]
     # Each strategy is named once.
     refused = [f"{label}: {why.partition(' cannot run this: ')[2] or why}" for label, why in advice.refused]
@@ -62,17 +56,30 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     rows = []
     for choice in shown_choices:
         prediction = choice.prediction
-        low, middle, high = map(_ms, prediction.interval_ms)
+        low, middle, high = (significant(time, 3) for time in prediction.interval_ms)
         middle = f"~{middle}" if prediction.few_ranks else middle
         rows.append([
             f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
             percent(choice.best, 0), middle, f"{low} to {high}",
             significant(prediction.tflops(prediction.median_ns), 3),
-            f"{significant(100 * prediction.exposed_share, 3)} %", percent(prediction.time.host_share, 0),
+            rounded_percent(prediction.exposed_share), percent(prediction.time.host_share, 0),
             _memory(prediction.peak_bytes),
         ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
+
+
+def _sentences(advice: Advice) -> list[str]:
+    """Return what to know about the first choice: its rivals, what would change it, and what runs it."""
+    return [
+        *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
+        f"runner-up: {clean(advice.why_not_the_second(), LONGEST_SENTENCE)}",
+        *_crossing_lines(advice),
+        *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
+        f"to narrow the interval: {advice.what_to_measure()}",
+        f"experiment: {clean(advice.experiment(), LONGEST_SENTENCE)}",
+        *(f"to run it with {clean(program)}: {command}" for program, command in advice.commands().items()),
+    ]
 
 
 def _undecided_lines(advice: Advice) -> list[str]:
@@ -157,14 +164,6 @@ def document(advice: Advice) -> Document:
         f"the fastest in {percent(advice.first.best, 0)} of cases"
     )
     answer = (_nothing_fits(advice) or [choose])[0]
-    lines = [
-        *(f"cannot tell: {line}" for line in _undecided_lines(advice)),
-        f"runner-up: {advice.why_not_the_second()}",
-        *_crossing_lines(advice),
-        f"to narrow the interval: {advice.what_to_measure()}",
-        f"experiment: {advice.experiment()}",
-        *(f"to run it with {program}: {command}" for program, command in advice.commands().items()),
-    ]
     tiles = [
         (duration(first.median_ns), "predicted, per iteration"),
         (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),
@@ -172,10 +171,10 @@ def document(advice: Advice) -> Document:
     ]
     cluster, kernel = cluster_text(first.query.cluster, first.machine.device), first.query.kernel
     subtitle = f"{cluster} · {described(first.query.workload)} · kernel {kernel}"
-    lines = [clean(line) for line in lines]
     return Document(
-        f"Predicted: {advice.first.label}", subtitle, lines, tiles, sections, clean(answer, LONGEST_SENTENCE)
-    )
+        f"Predicted: {advice.first.label}", subtitle, _sentences(advice), tiles, sections,
+        clean(answer, LONGEST_SENTENCE),
+    )  # fmt: skip
 
 
 SPEED = "TFLOP/s per GPU, predicted"
@@ -225,11 +224,6 @@ def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
     hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
     value = hidden() if hidden else None
     return [*crossing_marks, (value, "transfers hidden")] if value is not None else crossing_marks
-
-
-def _ms(time: float) -> str:
-    """Format milliseconds with no more digits than a prediction supports."""
-    return significant(time, 3)
 
 
 def _memory(size_bytes: int) -> str:

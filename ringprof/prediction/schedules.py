@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -224,13 +224,18 @@ class ScheduleCache:
 
     def __init__(self) -> None:
         self._schedules: dict[Any, tuple[Schedule, dict[int, Program]]] = {}
+        self._stand_ins: dict[Any, tuple[Workload, Params]] = {}
 
     def of(self, query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
         """Return the programs of ``ranks`` (all if None). Raises like `schedule_of`."""
-        workload, params = stand_in_workload(query, cluster)
+        shape = query.cluster.size, query.cluster.gpus_per_host, cluster.size, cluster.gpus_per_host
+        question = (query.strategy, query.workload, query.kernel, query.hops, _items(query.params), shape)
+        if question not in self._stand_ins:
+            self._stand_ins[question] = stand_in_workload(query, cluster)
+        workload, params = self._stand_ins[question]
         key = (
-            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops,
-            tuple(sorted(params.items())), query.legacy_schedule,
+            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops, _items(params),
+            query.legacy_schedule,
         )  # fmt: skip
         wanted_ranks = range(cluster.size) if ranks is None else ranks
         known, programs = self._schedules.get(key, (None, {}))
@@ -240,6 +245,10 @@ class ScheduleCache:
             programs |= {program.rank: program for program in known.programs}
             self._schedules[key] = known, programs
         return msgspec.structs.replace(known, programs=[programs[rank] for rank in wanted_ranks])
+
+
+def _items(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(params.items()))
 
 
 def _use_legacy_schedule(strategy: Strategy) -> None:

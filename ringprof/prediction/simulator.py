@@ -185,10 +185,11 @@ class _Device:
 
     def when_admitted(self, now: float, begin: Callable[[float], None]) -> None:
         """Call ``begin`` now, or as soon as the block that fills the device drains."""
-        if any(block.times.fills and not block.draining and self._past_lead(block, now) for block in self._running):
-            self._waiting.append(begin)
-        else:
-            begin(now)
+        for block in self._running:
+            if block.times.fills and not block.draining and self._past_lead(block, now):
+                self._waiting.append(begin)
+                return
+        begin(now)
 
     def run(self, times: BlockTime, now: float, done: Callable[[float], None]) -> None:
         block = _RunningBlock(times.total_ns, now, times, done)
@@ -360,9 +361,9 @@ class _Rank:
 
     def _advance(self, stream: int, now: float) -> None:
         """Process the stream's operations until one takes time."""
-        op_indices = self._streams[stream]
-        while self._next[stream] < len(op_indices):
-            op_index = op_indices[self._next[stream]]
+        op_indices, positions = self._streams[stream], self._next
+        while (position := positions[stream]) < len(op_indices):
+            op_index = op_indices[position]
             if self._issue_ns[op_index] > now:
                 self.simulator.call_at(self._issue_ns[op_index], partial(self._advance, stream))
                 return

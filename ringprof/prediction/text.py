@@ -121,11 +121,7 @@ def _table(prediction: PredictionResult) -> Table:
     """Return the slowest rank's time by phase and part."""
     spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
     present = [part for part in labels if spans.total(part) > 0]
-    rows = [
-        [name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)]
-        for name, parts in (("forward", spans.forward), ("backward", spans.backward))
-        if parts
-    ]
+    rows = [[name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)] for name, parts in spans.phases.items()]
     return Table("slowest rank, ms", [Column(""), *(Column(labels[part]) for part in present)], rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -128,12 +128,12 @@ def tune(
             rounds_before = f"{number - 1} round{'s' if number > 2 else ''}"
             kept = f"{path} holds the {rounds_before} before it" if number > 1 else "no result was written"
             raise Interrupted(f"interrupted in round {number}; {kept}") from None
-        tuning = _judged(trials, number, "rounds", device, machine)
+        tuning = _judged(trials, number, device, machine)
         if len(tuning.undecided) <= 1:
             stopped_by = "decided"
         elif number < rounds and time.monotonic() - started > 60 * minutes:
             stopped_by = "minutes"
-        tuning = _judged(trials, number, stopped_by, device, machine)
+        tuning = replace(tuning, stopped_by=stopped_by)
         write_atomically(path, msgspec.json.format(msgspec.json.encode(tuning_dict(tuning)), indent=1) + b"\n")
         reporter.say(f"round {number}: {tuning.verdict()}")
         if stopped_by != "rounds":
@@ -215,7 +215,7 @@ def _record(trial: Trial, number: int, base: RecordRequest, folder: Path, report
     trial.recordings_ns[number] = times
 
 
-def _judged(trials: Sequence[Trial], number: int, stopped_by: str, device: str, machine: Calibration | None) -> Tuning:
+def _judged(trials: Sequence[Trial], number: int, device: str, machine: Calibration | None) -> Tuning:
     """Compare each trial with the fastest one by the rounds that both have, and order all by time.
 
     A trial that ended against an earlier fastest one goes on where it is not slower than the present one.
@@ -232,7 +232,7 @@ def _judged(trials: Sequence[Trial], number: int, stopped_by: str, device: str, 
         slower = trial.slower is not None and trial.slower[0] > 1
         trial.dropped_after = (trial.dropped_after or number) if slower else None
     order = sorted(trials, key=lambda trial: (trial.failure is not None, _median_or_last(trial)))
-    return Tuning(tuple(order), number, stopped_by, device, machine.name if machine else None)
+    return Tuning(tuple(order), number, "rounds", device, machine.name if machine else None)
 
 
 def _median_or_last(trial: Trial) -> float:

@@ -113,8 +113,9 @@ def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatI
 
     The range has two sources. The replay itself is off by a known factor, in which the changed run may be off, too, in
     either direction. And what is not taken from the run comes from the machine's figures: both replays are repeated
-    with `_DRAWS` machines whose figures lie apart by their spreads, and the middle four fifths of the ratios count. For
-    another transport of hops alone, the errors of recorded pairs are added in squares, which makes it an 80 % interval.
+    with `_DRAWS` machines whose figures lie apart by their spreads, and the middle four fifths of the ratios count. The
+    spread of both kernels' curves is added in squares for another kernel. For another transport of hops alone, it is
+    the errors of recorded pairs, which makes the range an 80 % interval.
     """
     _check_changes(observed, machine, changes)
     recorded = max(rank.wall_ns for rank in observed.ranks)
@@ -133,12 +134,13 @@ def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatI
     tenths = quantiles([*ratios, changed_ns / replayed_ns], n=10)
     error = 1 + abs(replayed_ns / recorded - 1)
     low, high = min(tenths[0], changed_ns / replayed_ns) / error, max(tenths[-1], changed_ns / replayed_ns) * error
-    if changes.hops_alone:
-        low, high = (
-            changed_ns / replayed_ns
-            * math.exp(math.copysign(math.hypot(math.log(end * replayed_ns / changed_ns), _Z_80 * HOPS_SPREAD), sign))
-            for end, sign in ((low, -1), (high, 1))
-        )  # fmt: skip
+    kernel_share = after.get("kernel", 0.0) / changed_ns
+    spread = HOPS_SPREAD if changes.hops_alone else kernel_share * _kernel_spread(observed, machine, changes)
+    low, high = (
+        changed_ns / replayed_ns
+        * math.exp(math.copysign(math.hypot(math.log(end * replayed_ns / changed_ns), _Z_80 * spread), sign))
+        for end, sign in ((low, -1), (high, 1))
+    )  # fmt: skip
     return WhatIf(
         recorded, replayed_ns, changed_ns, _balanced_ns(observed), (replayed_ns * low, replayed_ns * high),
         changes.hops_alone, {part: after.get(part, 0.0) - before.get(part, 0.0) for part in before | after},
@@ -154,6 +156,17 @@ def _slowest_parts(programs: Sequence[Program], replay: _Replay) -> dict[str, fl
     # The host and what no operation covers.
     parts["host"] = parts.get("host", 0.0) + timelines[slowest].end_ns - sum(parts.values())
     return parts
+
+
+def _kernel_spread(observed: Observed, machine: Calibration, changes: Changes) -> float:
+    """Return the log standard deviation of the ratio of both kernels' curves over all blocks; 0 for the same kernel."""
+    if changes.kernel in (None, observed.run.kernel):
+        return 0.0
+    both = [curves_of(machine, name or "") for name in (observed.run.kernel, changes.kernel)]
+    blocks = [op for rank in observed.ranks for op in rank.program.ops if isinstance(op, AttentionOp)]
+    estimates = [[curves.estimate(block) for curves in both] for block in blocks]
+    total_ns = sum(changed.ns for _, changed in estimates)
+    return sum(changed.ns * math.hypot(recorded.spread, changed.spread) for recorded, changed in estimates) / total_ns
 
 
 def _balanced_ns(observed: Observed) -> float:

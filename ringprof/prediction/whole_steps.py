@@ -4,7 +4,7 @@ Both passes of a layer take the measured time outside attention over the rank's 
 FSDP2 gathers a layer's parameters in both passes and reduce-scatters its gradients; DDP reduces them in the backward
 pass. This traffic overlaps with the computation of neighbouring layers, whose kernels it slows down; a step waits for
 what is longer, for the first gather and for the last reduction. Among the layers' kernels, both copy parameters and
-gradients into and out of the buffers of their collectives.
+gradients into and out of the buffers of their collectives. All ranks wait for the slowest device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 
 import msgspec
 
@@ -29,7 +30,7 @@ from ringprof.record.dryrun.schedule import CommStart
 LAYER_SPREAD, TRAFFIC_SPREAD = 0.03, 0.3
 """Assumed relative standard deviations of a layer's time on another device and in a deeper model, and of exposed
 traffic of parameters."""
-STEP_SPREAD = 0.034
+STEP_SPREAD = 0.03
 """Relative standard deviation of a whole step, beside that of its parts, on another host than the layers'.
 
 With so much, five of the six steps of benchmarks/data/h200_steps.csv lie inside where each is left out, and four where
@@ -76,6 +77,8 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
     parts, variances = {"attention": 0.0, "layers": 0.0, "optimizer": 0.0, "once": 0.0, "traffic": 0.0}, 0.0
     calls = figures.attention_calls
     traffic = _Traffic(figures, machine, query, layer.parallel)
+    # The median of the slowest of so many devices; the layers were measured on one.
+    slowest = 1 + machine.device_variation.value * NormalDist().inv_cdf(0.5 ** (1 / query.cluster.size))
     total_ns = {phase: sum(getattr(attention.breakdown, phase).values()) for phase in ("forward", "backward")}
     per_pass = {phase: attention.median_ns * ns / sum(total_ns.values()) for phase, ns in total_ns.items()}
     # A layer that is computed again has a second forward call, in the backward pass.
@@ -84,7 +87,7 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
         "backward": (calls["forward"] - 1) * per_pass["forward"] + calls["backward"] * per_pass["backward"],
     }
     for phase in ("forward", "backward") if workload.backward else ("forward",):
-        layer_ns, once_ns, spread = figures.times_ns(phase, tokens)
+        layer_ns, once_ns, spread = _slower(figures.times_ns(phase, tokens), slowest)
         slowed, exposed = traffic.beside(phase, layer_ns + attention_ns[phase], workload.layers)
         parts["attention"] += workload.layers * attention_ns[phase]
         parts["layers"] += workload.layers * (layer_ns + slowed)
@@ -92,7 +95,7 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
         parts["traffic"] += exposed
         variances += (workload.layers * layer_ns * spread) ** 2
     if workload.backward:
-        layer_ns, once_ns, spread = figures.times_ns("optimizer", tokens)
+        layer_ns, once_ns, spread = _slower(figures.times_ns("optimizer", tokens), slowest)
         share = traffic.sharded
         parts["optimizer"] = share * (workload.layers * layer_ns + once_ns)
         variances += (share * workload.layers * layer_ns * spread) ** 2
@@ -104,6 +107,12 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
     return StepPrediction(
         attention, figures, workload.layers, layer.parallel, parts, Lognormal(median_ns, variances**0.5 / median_ns)
     )
+
+
+def _slower(times: tuple[float, float, float], factor: float) -> tuple[float, float, float]:
+    """Return the times of `ModelFigures.times_ns` on a device that is slower by ``factor``."""
+    layer_ns, rest_ns, spread = times
+    return factor * layer_ns, factor * rest_ns, spread
 
 
 def model_of(machine: Calibration, query: Query) -> ModelFigures:

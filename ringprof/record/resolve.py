@@ -157,7 +157,7 @@ def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> R
     }  # fmt: skip
     for option, value in unused.items():
         if value:
-            raise UsageError(f"--{option}: not made for --operator {workload.operator} (record it without --{option})")
+            raise UsageError(f"--{option} does not go with --operator {workload.operator} (record without --{option})")
     if request.kernel not in RECURRENCE_KERNELS:
         raise UsageError(f"no kernel {request.kernel!r} for recurrences; there are: {', '.join(RECURRENCE_KERNELS)}")
     device = resolve_device(request.device)
@@ -331,7 +331,7 @@ def _check_combinations(request: RecordRequest) -> None:
     for excluding, (value, options) in excluded.items():
         for option in options:
             if value and values[option]:
-                raise UsageError(f"--{option}: not made for --{excluding} (record it without --{option})")
+                raise UsageError(f"--{option} does not go with --{excluding} (record without --{option})")
 
 
 def resolve_device(device: str) -> str:

@@ -28,7 +28,7 @@ from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.common.json_object import JsonObject
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
-from ringprof.report.timeline import Activity, activities_of, idle_bars, origins_of, peers_of, step_name
+from ringprof.report.timeline import Activity, activities_of, idle_groups, origins_of, peers_of, step_name
 from ringprof.report.trace_event import Lanes, TraceEvent, arrow_event, counter_event, metadata_event, slice_event
 from ringprof.run import Run
 from ringprof.trace.columns import NONE, Ranges, Trace
@@ -274,10 +274,12 @@ class _RankEvents:
 
     def idle(self) -> Iterator[TraceEvent]:
         """Generate a slice per part of the idle time, named after what the host did or what the device waited for."""
-        for bar in idle_bars(self._detail.idle_parts(), self._detail.classified.trace.names):
-            start, end = bar.start_ns - self._origin, bar.end_ns - self._origin
-            figures = {"cause": bar.cause, "class": bar.event_class}
-            yield slice_event(self._rank, IDLE, clean(bar.name) or bar.event_class, start, end, **figures)
+        parts = self._detail.idle_parts()
+        for group in idle_groups(parts):
+            start, end = (int(time) - self._origin for time in (parts.start_ns[group[0]], parts.end_ns[group[-1]]))
+            cause, event_class, name = parts.main_label(group, self._detail.classified.trace.names)
+            figures = {"cause": cause, "class": event_class}
+            yield slice_event(self._rank, IDLE, clean(name) or event_class, start, end, **figures)
 
     def rates(self) -> Iterator[TraceEvent]:
         """Generate counters of the rate that leaves the rank on each class of link, while a transfer is on the wire."""

@@ -80,7 +80,8 @@ class Plots:
             end_ns += part.time_ns
         ax.margins(x=0.02)
         _label_rows(ax, [WATERFALL_LABELS[part.part] for part in parts])
-        losses = [part for part in parts if part.part not in LIMITS]
+        no_losses = {*LIMITS, *self._findings.waterfall.needed_work()}
+        losses = [part for part in parts if part.part not in no_losses]
         largest_loss = max(losses, key=lambda part: part.time_ns, default=None)
         answer = f"of {duration(end_ns)} most is lost to: {WATERFALL_LABELS[largest_loss.part]}" if largest_loss else ""
         return self._titled(_finish(ax, "ms of the slowest rank's wall"), answer)

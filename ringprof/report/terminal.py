@@ -11,7 +11,7 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.hops import EMULATED
-from ringprof.common.formatting import percent
+from ringprof.common.formatting import milliseconds, percent
 from ringprof.report.sections import OPTIONAL, SECTIONS
 from ringprof.report.tables import Listing
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, captured_in_words, clean, duration
@@ -80,6 +80,10 @@ _HAS_CONTENT: dict[str, Callable[[Findings], bool]] = {
 """Tests of whether a run has content for a section; a section that fails its test is not offered."""
 
 
+_UNEVEN = 1.5
+"""Ratio of the longest iteration to the shortest from which on a report's first line states both."""
+
+
 def header_of(attribution: Attribution, summary: Summary) -> str:
     """Return one line with ranks, hosts, devices and the slowest rank's wall."""
     ranks = attribution.ranks
@@ -104,7 +108,13 @@ def header_of(attribution: Attribution, summary: Summary) -> str:
     if attribution.run is not None and attribution.run.captured and not attribution.partial_window:
         parts.append(captured_in_words(summary.window_iterations))
     elif summary.iterations > 1:
-        parts.append(f"{summary.iterations} iterations")
+        times = attribution.slowest_iterations_ns or [0]
+        uneven = max(times) >= _UNEVEN * min(times) > 0
+        # Sums over a warm-up and short steps are mostly those of the warm-up.
+        spread = f" of {milliseconds(min(times))} to {milliseconds(max(times))}" if uneven else ""
+        fewest = min(len(rank.iteration_ns) for rank in ranks)
+        fewer = f"{fewest} to " if fewest < summary.iterations else ""
+        parts.append(f"{fewer}{summary.iterations} iterations{spread}")
     return " · ".join(parts)
 
 

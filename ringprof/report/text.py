@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.common.formatting import percent
+from ringprof.common.formatting import percent, three_digits
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _TO_ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
@@ -105,7 +105,9 @@ def or_dash(value: float | None, form: str) -> str:
 
 
 def slower_or_faster(excess: float) -> str:
-    """Describe a relative excess of time, such as ``3.0 % slower``; an excess that rounds to zero is ``as fast``."""
+    """Describe a relative excess of time: ``3.0 % slower``, ``as fast`` if it rounds to zero, ``2.5 times as slow``."""
+    if excess >= 1:
+        return f"{three_digits(1 + excess)} times as slow"
     shown = percent(abs(excess))
     return "as fast" if shown == percent(0.0) else f"{shown} {'slower' if excess > 0 else 'faster'}"
 

@@ -16,7 +16,7 @@ from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND, KINDS
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
-from ringprof.analysis.timeline.idle import HOST, IdleParts
+from ringprof.analysis.timeline.idle import IdleParts, cause_text
 from ringprof.analysis.transfers.hops import gbps
 from ringprof.analysis.transfers.transfers import Message
 from ringprof.common.formatting import three_digits
@@ -167,9 +167,11 @@ def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey], column_ns: int)
         yield Bar(rank.rank, "communication", block.part, BLOCKED_ON_PEER, start, end, name, stream, sent=peer)
     # Idle means that no stream runs anything, so the first lane is free.
     stream = min(streams, default=0)
-    for idle in idle_bars(detail.idle_parts(), names, column_ns):
-        start, end = idle.start_ns - origin, idle.end_ns - origin
-        yield Bar(rank.rank, "compute", IDLE, IDLE, start, end, idle.label, stream, activities=idle.parts)
+    parts = detail.idle_parts()
+    for group in idle_groups(parts, column_ns):
+        start, end = int(parts.start_ns[group[0]]) - origin, int(parts.end_ns[group[-1]]) - origin
+        label = cause_text(*parts.main_label(group, names))
+        yield Bar(rank.rank, "compute", IDLE, IDLE, start, end, label, stream, activities=len(group))
 
 
 def _activity_bars(rank: int, detail: Detail, origin: int, steps: Mapping[int, StepKey]) -> Iterator[Bar]:
@@ -202,30 +204,11 @@ def _activity_bars(rank: int, detail: Detail, origin: int, steps: Mapping[int, S
 # --- idle time ----------------------------------------------------------------------------------------
 
 
-class IdleBar(NamedTuple):
-    """A part of an idle stretch; times are in nanoseconds of the rank's own clock."""
-
-    start_ns: int
-    end_ns: int
-    cause: str
-    """Cause of most of the bar's time; `event_class` and `name` belong to the same cause."""
-    event_class: str
-    name: str
-    parts: int
-    """Number of idle parts, each with a cause of its own, that the bar joins."""
-
-    @property
-    def label(self) -> str:
-        """Cause, class and name as text: ``host, launch call: cudaLaunchKernel``."""
-        label = f"{self.cause}, {self.event_class}" if self.cause == HOST else self.cause
-        return f"{label}: {self.name}" if self.name else label
-
-
-def idle_bars(parts: IdleParts, names: Sequence[str], shortest_ns: int = 0) -> Iterator[IdleBar]:
-    """Generate bars for the idle stretches of at least ``shortest_ns``; ``names`` are the names in the trace.
+def idle_groups(parts: IdleParts, shortest_ns: int = 0) -> Iterator[list[int]]:
+    """Yield the rows of ``parts`` that are drawn as one bar, for the idle stretches of at least ``shortest_ns``.
 
     Touching parts with the same cause, class and name form one bar. Touching parts that are each shorter than
-    ``shortest_ns`` also form one bar, with the cause that takes most of its time.
+    ``shortest_ns`` also form one bar.
     """
     stretches = intervals.union(parts.start_ns, parts.end_ns)
     is_long = stretches.end_ns - stretches.start_ns >= shortest_ns
@@ -238,21 +221,11 @@ def idle_bars(parts: IdleParts, names: Sequence[str], shortest_ns: int = 0) -> I
             same_cause = all(column[row] == column[previous] for column in (parts.cause, parts.event_class, parts.name))
             both_short = all(parts.end_ns[index] - parts.start_ns[index] < shortest_ns for index in (previous, row))
             if parts.start_ns[row] != parts.end_ns[previous] or not (same_cause or both_short):
-                yield _idle_bar(parts, names, group)
+                yield group
                 group = []
         group.append(row)
     if group:
-        yield _idle_bar(parts, names, group)
-
-
-def _idle_bar(parts: IdleParts, names: Sequence[str], group: Sequence[int]) -> IdleBar:
-    """Draw consecutive rows of ``parts`` as one bar, labelled by the label with the largest total time."""
-    times: dict[tuple[str, str, str], int] = {}
-    for row in group:
-        label = parts.label(row, names)
-        times[label] = times.get(label, 0) + int(parts.end_ns[row] - parts.start_ns[row])
-    cause, event_class, name = max(times, key=lambda label: times[label])
-    return IdleBar(int(parts.start_ns[group[0]]), int(parts.end_ns[group[-1]]), cause, event_class, name, len(group))
+        yield group
 
 
 # --- names, and bars that are too short to be seen ----------------------------------------------------

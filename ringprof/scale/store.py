@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.transfers.hops import PeerBlock, Split
 from ringprof.analysis.transfers.matching import Matches
 from ringprof.analysis.transfers.transfers import Message, Transfer
-from ringprof.trace.columns import Int64, Trace
+from ringprof.trace.columns import Trace
 from ringprof.trace.reduced import read_reduced
-
-_NUMBERS = ("activity", "start_ns", "end_ns", "stream", "launched")
-_TIMES = ("ready_ns", "wait_ns", "wire_ns")
-_NOT_KNOWN = np.iinfo(np.int64).min
 
 
 class MemoryStore(msgspec.Struct, frozen=True):
@@ -92,17 +87,12 @@ class _Transfers(msgspec.Struct, frozen=True):
     """File format of one rank's transfers."""
 
     contents: list[_Content]
-    content: bytes
-    """Index into ``contents`` for each transfer, as int64."""
-    numbers: dict[str, bytes]
+    rows: list[tuple[int, int, int, int, int, int]]
+    """Index into ``contents``, activity, start, end, stream and launch position of each transfer."""
 
 
-class _Splits(msgspec.Struct, frozen=True):
-    """File format of one rank's splits."""
-
-    links: list[str]
-    link: bytes
-    times: dict[str, bytes]
+_Times = tuple[str, int | None, int | None, int | None]
+"""Link, ready, wait and wire of one split."""
 
 
 class DiskStore(msgspec.Struct, frozen=True, weakref=True):
@@ -131,71 +121,46 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
 
     def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
         index_of: dict[tuple[Any, ...], int] = {}
-        contents: list[_Content] = []
-        content_indices = []
-        for transfer in transfers:
-            others = transfer.sends, transfer.receives, transfer.sent_bytes, transfer.source
+        file = _Transfers([], [])
+        for item in transfers:
+            others = item.sends, item.receives, item.sent_bytes, item.source
             # Compared by identity where possible: a group can have as many members as the run has ranks.
-            key = (transfer.kind, id(transfer.group), *others)
-            if key not in index_of:
-                index_of[key] = len(contents)
-                contents.append(_Content(transfer.kind, transfer.group, *others))
-            content_indices.append(index_of[key])
-        numbers = {name: _packed([getattr(transfer, name) for transfer in transfers]) for name in _NUMBERS}
-        file = _Transfers(contents, _packed(content_indices), numbers)
-        self._path("transfers", rank).write_bytes(msgspec.msgpack.encode(file))
+            index = index_of.setdefault((item.kind, id(item.group), *others), len(index_of))
+            if index == len(file.contents):
+                file.contents.append(_Content(item.kind, item.group, *others))
+            file.rows.append((index, item.activity, item.start_ns, item.end_ns, item.stream, item.launched))
+        self._write("transfers", rank, file)
 
     def transfers(self, rank: int) -> list[Transfer]:
-        file = msgspec.msgpack.decode(self._path("transfers", rank).read_bytes(), type=_Transfers)
-        columns = [_unpacked(file.numbers[name]).tolist() for name in _NUMBERS]
-        result = []
-        rows = zip(_unpacked(file.content).tolist(), *columns, strict=True)
-        for content_index, activity, start, end, stream, launched in rows:
-            content = file.contents[content_index]
-            result.append(
-                Transfer(
-                    rank, activity, content.kind, start, end, stream, launched,
-                    content.group, content.sends, content.receives, content.sent_bytes, content.source,
-                )
-            )  # fmt: skip
-        return result
+        file: _Transfers = self._read("transfers", rank, _Transfers)
+        return [
+            Transfer(
+                rank, activity, content.kind, start, end, stream, launched,
+                content.group, content.sends, content.receives, content.sent_bytes, content.source,
+            )
+            for index, activity, start, end, stream, launched in file.rows
+            for content in (file.contents[index],)
+        ]  # fmt: skip
 
     def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
-        links = list(dict.fromkeys(split.link for split in splits))
-        index_of = {link: number for number, link in enumerate(links)}
-        times = {
-            name: _packed([_NOT_KNOWN if (value := getattr(split, name)) is None else value for split in splits])
-            for name in _TIMES
-        }
-        file = _Splits(links, _packed([index_of[split.link] for split in splits]), times)
-        self._path("splits", rank).write_bytes(msgspec.msgpack.encode(file))
+        self._write("splits", rank, [(split.link, split.ready_ns, split.wait_ns, split.wire_ns) for split in splits])
 
     def splits(self, rank: int) -> list[Split]:
-        file = msgspec.msgpack.decode(self._path("splits", rank).read_bytes(), type=_Splits)
-        links = [file.links[number] for number in _unpacked(file.link).tolist()]
-        stored = (_unpacked(file.times[name]).tolist() for name in _TIMES)
-        columns = [[None if value == _NOT_KNOWN else value for value in column] for column in stored]
-        rows = zip(self.transfers(rank), links, *columns, strict=True)
-        return [Split(transfer, link, *times) for transfer, link, *times in rows]
+        times: list[_Times] = self._read("splits", rank, list[_Times])
+        return [Split(transfer, *row) for transfer, row in zip(self.transfers(rank), times, strict=True)]
 
     def put_blocks(self, rank: int, blocks: Sequence[PeerBlock]) -> None:
-        self._path("blocks", rank).write_bytes(msgspec.msgpack.encode(blocks))
+        self._write("blocks", rank, blocks)
 
     def blocks(self, rank: int) -> tuple[PeerBlock, ...]:
-        return msgspec.msgpack.decode(self._path("blocks", rank).read_bytes(), type=tuple[PeerBlock, ...])
+        blocks: tuple[PeerBlock, ...] = self._read("blocks", rank, tuple[PeerBlock, ...])
+        return blocks
 
-    def _path(self, contents: str, rank: int) -> Path:
-        return Path(self.folder, f"{contents}{rank}")
+    def _write(self, contents: str, rank: int, value: Any) -> None:
+        Path(self.folder, f"{contents}{rank}").write_bytes(msgspec.msgpack.encode(value))
+
+    def _read(self, contents: str, rank: int, kind: Any) -> Any:
+        return msgspec.msgpack.decode(Path(self.folder, f"{contents}{rank}").read_bytes(), type=kind)
 
 
 RankStore = MemoryStore | DiskStore
-
-
-def _packed(values: list[int]) -> bytes:
-    """Return integers as int64 bytes."""
-    return np.array(values, np.int64).tobytes()
-
-
-def _unpacked(data: bytes) -> Int64:
-    """Return int64 bytes as an array."""
-    return np.frombuffer(data, np.int64)

@@ -20,6 +20,8 @@ from ringprof.trace.kineto.byte_source import HEAD_BYTES, first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK
 from ringprof.trace.one_run import rank_in_name
 
+EXPORT_SUFFIX = ".perfetto.json.gz"
+"""End of the names that ``ringprof export`` chooses; a folder's traces do not include such files."""
 _RUN_FILE = "run.json"
 _COPY_OF_XLA = "perfetto_trace.json.gz"
 """File that JAX writes next to its trace for Perfetto, with the same events."""
@@ -79,6 +81,8 @@ def detect_bytes(data: bytes, name: str = "-") -> InputType:
 
 def _detect_file(name: str) -> Input:
     if not exists(name):
+        if os.path.islink(name):
+            raise InputError(f"{name}: a link to {os.readlink(name)}, which does not exist")
         raise InputError(f"{name}: no such file or folder{_suggestion(name)}")
     if not is_file(name):
         raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
@@ -162,7 +166,8 @@ def _input_in(name: str) -> Input | None:
     if is_file(run):
         return Input("run", run=run)
     prefix = name if is_url(name) else os.path.join(name, "")
-    files = [file for file in files_in(name) if any(file.lower().endswith(form.suffixes) for form in FORMATS)]
+    suffixes = tuple(suffix for form in FORMATS for suffix in form.suffixes)
+    files = [file for file in files_in(name) if file.lower().endswith(suffixes) and not file.endswith(EXPORT_SUFFIX)]
     runs = [os.path.dirname(file) for file in files if os.path.basename(file) == _RUN_FILE]
     if not all(_GROUP_FOLDER.fullmatch(os.path.basename(folder)) for folder in runs):
         return None  # Separate runs, each with its own traces. The groups of one job, in contrast, count as one run.

@@ -17,14 +17,18 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from ..annotate import ring_step
 from ..base import AttentionCall, Context, Rows, Strategy, wire_type
 from ..kernels.kernel import Gradients
+from ..kernels.merge import accumulate, merge_into, zero_other_rows
 from ..masks.expected import contiguous_imbalance
-from ..masks.layouts import LAYOUTS
+from ..masks.layouts import LAYOUTS, as_contiguous, part
 from ..transport.gradient_ring import GradientRing
-from ..transport.ring_channel import HopRing
+from ..transport.message import Message
+from ..transport.ring_channel import AnyHop, HopRing
 
 RingWire = Literal["exact", "fp32", "input"]
 
@@ -50,6 +54,8 @@ class Ring(Strategy):
         return contiguous_imbalance(size) if causal else 1.0
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ring_size == 2 and call.sharded_mask is None:
+            return self._forward_of_pair(call, q, k, v)
         return self.forward_over_ring(call, q, self.tour(call, k, v))
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
@@ -60,9 +66,69 @@ class Ring(Strategy):
             single_hop = not call.sharded_mask.shares_keys
         # Over a single hop, "exact" is the input's type, because the kernel has already rounded to it.
         wire_dtype = wire_type("input" if wire == "exact" and single_hop else wire, k)
+        if self.ring_size == 2 and wire_dtype == k.dtype and self._writes_messages(call, q, k, v):
+            return self._backward_of_pair(call, rows, q, k, v)
         gradient_ring = GradientRing(self.dkv_ring, None, (k, v), wire_dtype, routing, direct_ring)
         tour = self.tour(call, k, v)
         return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring, sends_first=routing is None)
+
+    def _writes_messages(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether the kernel can write dK and dV where they are sent from, and nothing overlaps their hop."""
+        writes = call.kernel.writes_into and call.sharded_mask is None and k.shape == v.shape and q.is_contiguous()
+        return writes and not self.overlaps_last_hop(k)
+
+    def _post_own(self, k: Tensor, v: Tensor) -> tuple[AnyHop, Tensor, Tensor]:
+        """Post k and v to the next rank; return the hop, and both as dense tensors."""
+        message = self.kv_ring.pack((k, v))
+        hop = self.kv_ring.post(message)
+        if not (k.is_contiguous() and v.is_contiguous()):
+            k, v = message.tensors
+        return hop, k, v
+
+    def _forward_of_pair(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Run `forward` on a ring of two ranks with few calls, since the host decides how long small tensors take."""
+        hop, k, v = self._post_own(k, v)
+        with ring_step("fwd", 0, "block"):
+            out, lse = call.forward(q, k, v, self.local_block(call, q))
+        block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
+        if block is None:
+            return out, lse
+        with ring_step("fwd", 1, "block"):
+            k, v = arrived.tensors
+            block_out, block_lse = call.forward(q, k, v, block)
+        with ring_step("fwd", 1, "merge"):
+            out, lse = as_contiguous(out), as_contiguous(lse)
+            merge_into(out, out, lse, block_out, block_lse, block.q)
+        return out, lse
+
+    def _backward_of_pair(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """Run `backward` on a ring of two ranks with few calls.
+
+        The kernel writes dK and dV of the other rank's keys into the message that returns them.
+        """
+        hop, k, v = self._post_own(k, v)
+        dq, dkv = torch.empty_like(q), k.new_empty((2, *k.shape))
+        dk, dv = dkv.unbind(0)
+        with ring_step("bwd", 0, "block"):
+            call.backward_into((dq, dk, dv), rows, q, k, v, self.local_block(call, q))
+        block, arrived = self.block(call, 1 - self.ring_rank, q), hop.wait()
+        sent = torch.empty_like(dkv)
+        if block is not None:
+            k, v = arrived.tensors
+            block_dq, (block_dk, block_dv) = torch.empty_like(q), sent.unbind(0)
+            with ring_step("bwd", 1, "block"):
+                call.backward_into((block_dq, block_dk, block_dv), rows, q, k, v, block)
+        del arrived, k, v
+        with ring_step("bwd", 1, "merge"):
+            zero_other_rows(sent, slice(0, 0) if block is None else block.kv)
+        hop = self.dkv_ring.post(Message([sent]))
+        if block is not None:
+            with ring_step("bwd", 1, "merge"):
+                accumulate(part(dq, block.q), part(block_dq, block.q))
+        returned = hop.wait()
+        with ring_step("bwd", 2, "merge"):
+            accumulate(dkv, returned.buffers[0])
+        return dq, dk, dv
 
     @property
     def hop_window(self) -> int:

@@ -266,6 +266,8 @@ def as_kernel_input(x: Tensor) -> Tensor:
     They assume that D is the innermost dimension and that no stride is 0; on a GPU also that every row begins at a
     multiple of 16 bytes, as in no view from an odd offset of a flat buffer.
     """
+    if x.is_contiguous() and not (x.is_cuda and (x.data_ptr() | x.size(-1) * x.element_size()) % _ALIGNMENT):
+        return x
     strides = x.stride()
     dense = strides[-1] == 1 and 0 not in strides
     if dense and x.is_cuda and (x.data_ptr() % _ALIGNMENT or gcd(*strides[:-1]) * x.element_size() % _ALIGNMENT):

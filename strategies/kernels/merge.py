@@ -171,13 +171,17 @@ def accumulate(total: Tensor, block: Tensor) -> None:
 
 def write_rows(total: Tensor, rows: slice, block: Tensor) -> Tensor:
     """Write ``block`` to ``rows`` of ``total`` (..., S, H, D), and 0 to all other rows; return ``total``."""
-    if rows != ALL:
-        first, last, _ = rows.indices(total.shape[-3])
-        for other_rows in (slice(0, first), slice(last, total.shape[-3])):
-            if other_rows.start < other_rows.stop:
-                part(total, other_rows).zero_()
+    zero_other_rows(total, rows)
     convert(part(total, rows), block)
     return total
+
+
+def zero_other_rows(total: Tensor, rows: slice) -> None:
+    """Write 0 to all rows of ``total`` (..., S, H, D) but ``rows``."""
+    first, last, seq = *rows.indices(total.shape[-3])[:2], total.shape[-3]
+    for other_rows in (slice(0, first), slice(last, seq)):
+        if other_rows.start < other_rows.stop:
+            part(total, other_rows).zero_()
 
 
 def add_and_cast(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ Source: Dao-AILab/flash-attention, hopper/flash_api_stable.cpp (3) and flash_att
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..masks.mask_blocks import Batch, Lengths
 from .kernel import Gradients, allocate_adjacent
@@ -39,13 +41,64 @@ def _disabled_features() -> frozenset[str]:
 _DISABLED = _disabled_features()
 
 
-class FlashAttn3Kernel(VarlenKernel):
-    """Kernel of flash-attn 3 for Hopper (module ``flash_attn_interface``), with the features of the installed build."""
+class _NewerFlashAttn(VarlenKernel):
+    """Base class of both kernels: a plain block and packed rows are one call with and without `_packed` arguments."""
 
-    name = "flash-attn-3"
     pairs_gradients = True
     dense_rows = False
     writes_into = True
+
+    @abstractmethod
+    def _call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **packed: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Compute out and LSE: of a block as in `Kernel.forward`, of packed rows as in `_varlen_forward`."""
+
+    @abstractmethod
+    def _call_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, gradients: Gradients,
+        scale: float, causal: bool, **packed: Any,
+    ) -> None:  # fmt: skip
+        """Write dq, dk and dv into ``gradients``."""
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        return self._call_forward(q, k, v, scale, causal)
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
+    ) -> Gradients:  # fmt: skip
+        gradients = into or (torch.empty_like(q), *allocate_adjacent(k, v))
+        self._call_backward(dout, q, k, v, out, lse, gradients, scale, causal)
+        return gradients
+
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._call_forward(q, k, v, scale, batch.causal, **_packed(lengths, batch))
+
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float, into: Gradients | None = None,
+    ) -> Gradients:  # fmt: skip
+        gradients = into or (torch.empty_like(q), *allocate_adjacent(k, v))
+        self._call_backward(dout, q, k, v, out, lse, gradients, scale, batch.causal, **_packed(lengths, batch))
+        return gradients
+
+
+def _packed(lengths: Lengths, batch: Batch) -> dict[str, Any]:
+    """Return the keyword arguments that describe packed sequences."""
+    return {
+        "cu_seqlens_q": lengths.cumulative_q, "cu_seqlens_k": lengths.cumulative_kv,
+        "max_seqlen_q": batch.most_queries, "max_seqlen_k": batch.most_keys,
+        "window_size_left": batch.left, "window_size_right": batch.right,
+    }  # fmt: skip
+
+
+class FlashAttn3Kernel(_NewerFlashAttn):
+    """Kernel of flash-attn 3 for Hopper (module ``flash_attn_interface``), with the features of the installed build."""
+
+    name = "flash-attn-3"
     takes_windows = "LOCAL" not in _DISABLED
     takes_softcap = "SOFTCAP" not in _DISABLED
     # A smaller head_dim is computed with the next larger size that was compiled.
@@ -70,52 +123,23 @@ class FlashAttn3Kernel(VarlenKernel):
             return v_head_dim == head_dim
         return 128 < head_dim <= 192 and 96 < v_head_dim <= 128 and v_head_dim % cls.head_dim_step == 0
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def _call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **packed: Any
+    ) -> tuple[Tensor, Tensor]:
         # By default the operator may split the keys where there are few queries, which not every build can do.
         out, lse, *_ = _operators().fwd.default(
-            q, k, v, softmax_scale=scale, is_causal=causal, softcap=self.softcap, num_splits=1
+            q, k, v, softmax_scale=scale, is_causal=causal, softcap=self.softcap, num_splits=1, **packed
         )
         return out, lse
 
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
-    ) -> Gradients:  # fmt: skip
-        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
+    def _call_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, gradients: Gradients,
+        scale: float, causal: bool, **packed: Any,
+    ) -> None:  # fmt: skip
         _operators().bwd.default(
-            dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=causal, softcap=self.softcap,
-            deterministic=self.deterministic,
+            dout, q, k, v, out, lse, *gradients, softmax_scale=scale, is_causal=causal, softcap=self.softcap,
+            deterministic=self.deterministic, **packed,
         )  # fmt: skip
-        return dq, dk, dv
-
-    def _varlen_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _operators().fwd.default(
-            q, k, v, softmax_scale=scale, is_causal=batch.causal, softcap=self.softcap, num_splits=1,
-            **_varlen(lengths, batch),
-        )  # fmt: skip
-        return out, lse
-
-    def _varlen_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-        scale: float, into: Gradients | None = None,
-    ) -> Gradients:  # fmt: skip
-        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
-        _operators().bwd.default(
-            dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, is_causal=batch.causal, softcap=self.softcap,
-            deterministic=self.deterministic, **_varlen(lengths, batch),
-        )  # fmt: skip
-        return dq, dk, dv
-
-
-def _varlen(lengths: Lengths, batch: Batch) -> dict[str, Any]:
-    """Return the keyword arguments that describe packed sequences."""
-    return {
-        "cu_seqlens_q": lengths.cumulative_q, "cu_seqlens_k": lengths.cumulative_kv,
-        "max_seqlen_q": batch.most_queries, "max_seqlen_k": batch.most_keys,
-        "window_size_left": batch.left, "window_size_right": batch.right,
-    }  # fmt: skip
 
 
 @cache
@@ -126,7 +150,7 @@ def _operators() -> Any:
     return flash_attn_interface.flash_attn_3_gpu
 
 
-class FlashAttn4Kernel(VarlenKernel):
+class FlashAttn4Kernel(_NewerFlashAttn):
     """Kernel of flash-attn 4, written in CuTe's Python (package ``flash_attn.cute``).
 
     It compiles its operators when they are first called with a new set of features, in 2 to 7 seconds on H100. The
@@ -134,10 +158,8 @@ class FlashAttn4Kernel(VarlenKernel):
     """
 
     name = "flash-attn-4"
-    pairs_gradients = True
-    dense_rows = False
-    writes_into = True
     takes_windows = True
+    takes_softcap = True
     most_head_dim = 256
 
     @classmethod
@@ -148,67 +170,57 @@ class FlashAttn4Kernel(VarlenKernel):
         folders = [] if package is None else list(package.submodule_search_locations or ())
         if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders) or find_spec("cutlass") is None:
             return "needs flash-attn 4: pip install --pre 'flash-attn-4[cu13]'"
-        return None if torch.cuda.get_device_capability(device)[0] >= 9 else "needs capability 9.0 or higher"
+        # On 12 (GeForce), 4.0.0b36 has neither a deterministic backward pass nor one with a softcap.
+        taken = torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
+        return None if taken else "needs a Hopper or data-center Blackwell GPU (capability 9 to 11)"
 
     @classmethod
     def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         reason = super().why_unsupported(device, dtype, head_dim)
-        if reason is None and 128 < head_dim < 256 and torch.cuda.get_device_capability(device)[0] > 9:
-            return f"takes head_dim up to 128, or 256, on GPUs newer than Hopper: not {head_dim}"
-        return reason
+        if reason is not None:
+            return reason
+        if torch.cuda.get_device_capability(device)[0] > 9:
+            taken = head_dim <= 128 or head_dim == 256
+            return None if taken else f"takes head_dim up to 128, or 256, on GPUs newer than Hopper: not {head_dim}"
+        # 4.0.0b36 rounds sizes up to 128 to a multiple of 16 in the backward kernel, to one of 32 before and after it.
+        # Where the two differ, dQ is wrong (pull request 2896 there; seen on H100: 8, 16, 72, 80), or nothing compiles.
+        taken = head_dim > 128 or -(-head_dim // 16) % 2 == 0
+        return None if taken else f"takes head_dim 24, 32, 56, 64, 88, 96, or from 120, on Hopper: not {head_dim}"
 
     @classmethod
     def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
         # What it takes on Hopper and on newer GPUs.
         return v_head_dim == head_dim or (head_dim, v_head_dim) == (192, 128)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def _call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **packed: Any
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _interface()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, softcap=self.softcap, return_lse=True
+            q, k, v, softmax_scale=scale, causal=causal, softcap=self.softcap, return_lse=True, **_bounded(packed)
         )
         return out, lse
 
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, into: Gradients | None = None,
-    ) -> Gradients:  # fmt: skip
-        dq, dk, dv = into or (torch.empty_like(q), *allocate_adjacent(k, v))
+    def _call_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, gradients: Gradients,
+        scale: float, causal: bool, **packed: Any,
+    ) -> None:  # fmt: skip
+        dq, dk, dv = gradients
+        missing = q.shape[-1] - v.shape[-1] if q.shape[-2] != k.shape[-2] else 0
+        if missing:
+            # The backward pass takes grouped heads of one size only. Zeros in v change no gradient.
+            assert out is not None
+            v, out, dout, dv = (pad(x, (0, missing)) for x in (v, out, dout, dv))
         _interface()._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, softcap=self.softcap,
-            deterministic=self.deterministic, dq=dq, dk=dk, dv=dv,
+            deterministic=self.deterministic, dq=dq, dk=dk, dv=dv, **_bounded(packed),
         )  # fmt: skip
-        return dq, dk, dv
-
-    def _varlen_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _interface()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=batch.causal, softcap=self.softcap, return_lse=True,
-            **_with_none(_varlen(lengths, batch)),
-        )  # fmt: skip
-        return out, lse
-
-    def _varlen_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-        scale: float, into: Gradients | None = None,
-    ) -> Gradients:  # fmt: skip
-        dq, dk, dv = torch.empty_like(q), *allocate_adjacent(k, v)
-        _interface()._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, causal=batch.causal, softcap=self.softcap,
-            deterministic=self.deterministic, dq=dq, dk=dk, dv=dv, **_with_none(_varlen(lengths, batch)),
-        )  # fmt: skip
-        if into is None:
-            return dq, dk, dv
-        # Whether packed gradients may be written into views was not tested on a GPU.
-        for target, gradient in zip(into, (dq, dk, dv), strict=True):
-            target.copy_(gradient)
-        return into
+        if missing:
+            gradients[2].copy_(dv[..., :-missing])
 
 
-def _with_none(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of packed sequences with None for a window without a limit, as flash-attn 4 takes it."""
-    sides = {name: None for name in ("window_size_left", "window_size_right") if arguments[name] < 0}
-    return {**arguments, **sides}
+def _bounded(packed: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of packed sequences without the sides of a window that have no limit (-1)."""
+    return {name: value for name, value in packed.items() if not (name.startswith("window") and value < 0)}
 
 
 def _interface() -> Any:

@@ -121,7 +121,9 @@ def copy_if_in_other_slot(message: Message, ring: CopyRing | None) -> Message:
 
     That ring may overwrite the slot while ``ring`` sends from it.
     """
-    if not _Slots.any_made or not message.buffers[0].is_cuda:
+    # Where the only slots of this process are the ring's own, there are none of another ring.
+    only_own = ring is not None and ring.slots is not None and len(_owners) == 1
+    if only_own or not _owners or not message.buffers[0].is_cuda:
         return message
     owners = [_owners.get(buffer.untyped_storage().data_ptr()) for buffer in message.buffers]
     if all(slots is None or (ring is not None and ring.slots is slots) for slots in owners):
@@ -132,9 +134,9 @@ def copy_if_in_other_slot(message: Message, ring: CopyRing | None) -> Message:
 class CopyHop:
     """One transfer in flight. `wait` returns what arrived, once."""
 
-    def __init__(self, ring: CopyRing, slots: _Slots, sent: Message, shapes: Shapes, over: Any) -> None:
+    def __init__(self, ring: CopyRing, sent: Message, received: list[Tensor], over: Any) -> None:
         """Hold what is ``sent`` until `wait`; ``over`` is an event after the hop, on the ring's stream."""
-        self._ring, self._slots, self._number, self._shapes, self._over = ring, slots, slots.number, shapes, over
+        self._ring, self._received, self._over = ring, received, over
         # The message in flight must outlive the transfer.
         self._sent: Message | None = sent
 
@@ -148,7 +150,7 @@ class CopyHop:
         sent, self._sent = self._sent, None
         with annotate("wait"):
             self._ring.wait(self._over)
-        return sent.with_buffers(self._slots.received(self._shapes, self._number))
+        return sent.with_buffers(self._received)
 
 
 class CopyRing:
@@ -183,22 +185,23 @@ class CopyRing:
         if torch.cuda.is_current_stream_capturing():
             raise Unsupported("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
         _watchdog.raise_if_lost()
-        cuda, shapes = _cuda(), shapes_of(message.buffers)
-        slots, stream = self._slots_for(shapes), self._raw_stream
+        cuda, shapes, stream = _cuda(), shapes_of(message.buffers), self._raw_stream
+        offsets, size = slot_offsets(shapes)
+        slots = self._slots_of(size)
         slots.number += 1
         ready = self._ready.cuda_event
         # The message to send is computed, and the slot that the previous member will fill is no longer read.
         failed = cuda.record(ready, _current_stream(self._device)) | cuda.wait_event(stream, ready, 0)
         failed |= self._write_and_wait(slots, slots.previous, _FREE)
         target = slots.following + slots.number % SLOTS * slots.slot_bytes
-        for buffer, offset in zip(message.buffers, slot_offsets(shapes)[0], strict=True):
+        for buffer, offset in zip(message.buffers, offsets, strict=True):
             assert buffer.is_contiguous()
             failed |= cuda.copy(target + offset, buffer.data_ptr(), buffer.nbytes, _DEVICE_TO_DEVICE, stream)
         # The counter is written after all copies before it, which are then visible to the other GPU.
         failed |= self._write_and_wait(slots, slots.following, _ARRIVED)
         over = self._free_events.pop() if self._free_events else _event()
         _check(failed | cuda.record(over.cuda_event, stream))
-        return CopyHop(self, slots, message, shapes, over)
+        return CopyHop(self, message, slots.received(shapes, slots.number), over)
 
     def _write_and_wait(self, slots: _Slots, peer: int, counter: int) -> int:
         """Let the ring's stream set a ``counter`` of the member at the address ``peer``, then wait for this rank's own.
@@ -224,7 +227,7 @@ class CopyRing:
 
         The next hop arrives in the other slot.
         """
-        slots = self._slots_for(shapes)
+        slots = self._slots_of(slot_offsets(shapes)[1])
         return slots.received(shapes, slots.number)
 
     def waiting_since(self) -> float | None:
@@ -254,12 +257,11 @@ class CopyRing:
                     address = self.slots.own + self.slots.counters + counter
                     _check(_cuda().write(stream.cuda_stream, address, self.slots.number + _RELEASED, 0))
 
-    def _slots_for(self, shapes: Shapes) -> _Slots:
-        """Return slots large enough for a hop of these shapes.
+    def _slots_of(self, size: int) -> _Slots:
+        """Return slots of at least ``size`` bytes.
 
-        All members get here with the same shapes, and so make new slots together.
+        All members get here with the same size, and so make new slots together.
         """
-        size = slot_offsets(shapes)[1]
         if self.slots is None or self.slots.slot_bytes < size:
             # Once every member is here with its GPU idle, nobody uses the old slots any more.
             torch.cuda.synchronize()
@@ -270,14 +272,11 @@ class CopyRing:
 class _Slots:
     """Memory that hops arrive in: this member's slots and counters, and the addresses of its neighbours'."""
 
-    any_made = False  # Whether this process has ever made slots.
-
     @torch.inference_mode(False)
     def __init__(self, slot_bytes: int, group: dist.ProcessGroup, following: int, previous: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         end = SLOTS * slot_bytes
-        _Slots.any_made = True
         self.slot_bytes, self.counters, self.number = slot_bytes, end, 0
         self.memory = symmetric.empty(end + _COUNTERS, dtype=torch.uint8, device=torch.device("cuda"))
         self.memory[end:].zero_()

@@ -77,7 +77,7 @@ def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.Capt
         (["--window-size", "0"], "--window-size must be at least 1"),
         (["--window-size", "8", "--prefix", "0"], "--prefix must be at least 1"),
         (["--prefix", "8"], "--prefix 8 needs --window-size or, for a prefix LM, --no-causal"),
-        (["--prefix", "8", "--no-causal", "--cp-sizes", "2,1"], "--prefix: not made for --cp-sizes"),
+        (["--prefix", "8", "--no-causal", "--cp-sizes", "2,1"], "--prefix does not go with --cp-sizes"),
         (["--documents", "512x2", "--strategy", "torch-cp"], "those that do are ring, zigzag, stripe"),
         (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not auto|packed|per_document|dealt"),
     ],

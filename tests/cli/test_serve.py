@@ -6,6 +6,7 @@ import gzip
 import html
 import json
 import re
+import shutil
 import socket
 import stat
 import sys
@@ -18,6 +19,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+import ringprof
 from ringprof import cli
 from ringprof.cli import export
 from tests.paths import ROOT
@@ -122,6 +124,22 @@ def test_a_port_in_use_is_one_line(
     assert last.startswith("ringprof: --open: port") and "in use" in last and not browser.page
 
 
-def test_export_requires_an_output_or_open(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["export", RUN]) == 2
-    assert "-o merged.json.gz" in capsys.readouterr().err
+def test_export_names_its_file_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(RUN, tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()
+    monkeypatch.chdir(tmp_path / "run")
+    traces = ringprof.load(".").ranks
+    assert cli.run(["export", "."]) == 0
+    (written,) = Path().glob("*.perfetto.json.gz")
+    assert json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
+    # The file lies in the folder of the traces that it was made from, and is not one of them.
+    assert ringprof.load(".").ranks == traces
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [("a run", "a_run"), ("../../etc/x", "_etc_x"), ("rank0.json.gz", "rank0"), ("\x1b[31m", "_31m"), ("", "trace"),
+     (5000 * "x", 100 * "x")],
+)  # fmt: skip
+def test_default_name_of_an_export_stays_in_its_folder(name: str, stem: str) -> None:
+    assert export.default_output(name) == f"{stem}.perfetto.json.gz"

@@ -12,7 +12,7 @@ import ringprof
 from ringprof.comm_logs.analyse import OperationRow, analyse
 from ringprof.comm_logs.bounds import begun_by_of, bounds_of
 from ringprof.comm_logs.comm_log_report import load_comm_logs
-from ringprof.comm_logs.match import match
+from ringprof.comm_logs.match import match_operations
 from ringprof.comm_logs.operations import Group, Message, Operation, RankLog
 from tests.comm_logs.strip import Truth, stripped_splits, truth_of, write_dumps, write_inspector_files
 from tests.paths import COMMITTED, DATA
@@ -166,6 +166,6 @@ def test_the_worst_pair_of_clocks_is_that_of_every_pair(seed: int) -> None:
         for of_ranks in times for first in range(4) for second in range(4) if first != second
     }  # fmt: skip
     most = max(excess for *_, excess in conflicts)
-    worst = match(logs).clock_conflict
+    worst = match_operations(logs).clock_conflict
     assert worst in conflicts if most > 0 else worst is None
     assert worst is None or worst[2] == most

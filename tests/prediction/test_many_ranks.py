@@ -6,13 +6,14 @@ import pytest
 
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
-from ringprof.prediction.advise import advise
+from ringprof.prediction.advise import _sweep, advise, candidates, label_of, ranked_choices
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import ScheduleCache, schedule_of
 from ringprof.run import Workload
+from ringprof.scale.workers import ignore_progress
 
 
 @pytest.mark.parametrize("placement", ["head-first", "ring-first"])
@@ -56,3 +57,35 @@ def test_few_ranks_rank_the_slow_choices_and_all_ranks_the_fast_ones(monkeypatch
             assert prediction.median_ns in (full.median_ns, predict(prediction.query, machine, cache.of).median_ns)
         assert prediction.peak_bytes == full.peak_bytes
     assert few_ranks
+
+
+def test_points_from_few_ranks_agree_with_all_ranks() -> None:
+    """Over NICs and nodes, times from four ranks are scaled by what all ranks take over four at the question itself."""
+    query = Query(
+        "double-ring", Workload(seq=1 << 20, heads=16, kv_heads=8, head_dim=128),
+        Cluster(hosts=16, gpus_per_host=8, nic_gbit=100.0), "flash-attn-3", "nccl",
+    )  # fmt: skip
+    machine, cache = read_calibration("h100"), ScheduleCache()
+    at_question = predict(query, machine, cache.of, draws=1)
+    for axis, values in (("NICs", [100.0, 400.0]), ("hosts", [16, 32])):
+        same, other = _sweep(axis, values, [at_question], machine, cache.of, ignore_progress)
+        assert same.predictions == (at_question,)
+        (scaled,) = other.predictions
+        whole = predict(scaled.query, machine, cache.of, draws=1)
+        assert scaled.few_ranks and not whole.few_ranks
+        assert scaled.median_ns == pytest.approx(whole.median_ns, rel=0.03)
+
+
+def test_copied_hops_are_left_out_only_where_they_are_slow() -> None:
+    """Choices that are not tried, as they are far behind over NCCL, take more than 1.7 times as long as the first."""
+    workload = Workload(seq=1 << 15, heads=16, kv_heads=8, head_dim=128)
+    machine, cache = read_calibration("h200"), ScheduleCache()
+    cluster = Cluster(hosts=4, gpus_per_host=4, nic_gbit=400.0)
+    names = ("allgather", "double-ring")
+    choices, refused = ranked_choices(workload, cluster, machine, cache.of, strategies=names)
+    left_out = [label for label, reason in refused if "far behind" in reason]
+    copied = {label_of(query): query for query in candidates(workload, cluster, machine, "auto")}
+    assert left_out
+    for label in left_out:
+        slow = predict(copied[label], machine, cache.of, draws=1)
+        assert slow.median_ns > 1.7 * choices[0].prediction.median_ns

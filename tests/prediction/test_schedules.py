@@ -216,7 +216,7 @@ def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_overlapped_ring_needs_no_more_memory_than_a_waiting_one(
     hops: str, size: int, seq: int, heads: int, kv_heads: int, reference_mib: int
 ) -> None:
-    """ring-flash-attn 0.1.8 held these MiB on H200 with flash-attn (docs/speed.md)."""
+    """ring-flash-attn 0.1.8 held these MiB on H200 with flash-attn."""
     workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
     programs = schedule("zigzag", workload, size, kernel="flash-attn", hops=hops).programs
     assert max(program.peak_bytes for program in programs) <= reference_mib << 20

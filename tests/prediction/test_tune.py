@@ -136,7 +136,7 @@ def decided(slower: float, seed: int) -> bool | None:
         for index, trial in enumerate(trials):
             time_ns = 1e8 * (1 + common + slower * index + generator.gauss(0, 0.003))
             trial.recordings_ns[number] = [int(time_ns)] * 3
-        outcome = tuning_module._judged(trials, number, "rounds", "none", None)
+        outcome = tuning_module._judged(trials, number, "none", None)
         if len(outcome.undecided) == 1:
             return outcome.trials[0] is trials[0]
     return None

@@ -11,7 +11,9 @@ pytest.importorskip("torch", reason="a dry run gives the operations")
 
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.fit import observed_run
+from ringprof.prediction.machine import curves_of
 from ringprof.prediction.what_if import HOPS_SPREAD, Changes, what_if
+from ringprof.record.dryrun.schedule import AttentionOp
 
 TRACES = Path(__file__).parents[2] / "traces"
 PAIRS = ("h200x4-burst-262144", "h200x4-zigzag-262144", "h200x4-zigzag-65536")
@@ -48,3 +50,21 @@ def test_other_changes_have_no_interval() -> None:
     run = observed_run(TRACES / "h200x4-zigzag-65536", machine)
     assert not what_if(run, machine, Changes(slow={0: 1.1})).is_interval
     assert not Changes(hops="copy", slow={0: 1.1}).hops_alone and Changes(hops="copy").hops_alone
+
+
+def test_range_of_another_kernel_holds_the_spread_of_both_curves() -> None:
+    """Attention is most of the time, and no block's ratio is known better than the better known kernel's curve."""
+    machine = read_calibration("h200")
+    run = observed_run(TRACES / "h200x4-zigzag-65536", machine)
+    answer = what_if(run, machine, Changes(kernel="flash-attn-3"))
+    blocks = [op for op in run.ranks[0].program.ops if isinstance(op, AttentionOp)]
+    least = min(
+        curves_of(machine, name).estimate(block).spread for name in ("cudnn", "flash-attn-3") for block in blocks
+    )
+    low, high = answer.range_ns
+    assert least > 0 and not answer.is_interval
+    assert low < answer.changed_ns * math.exp(-1.2 * 0.8 * least)
+    assert high > answer.changed_ns * math.exp(1.2 * 0.8 * least)
+    same = what_if(run, machine, Changes(kernel="cudnn"))
+    assert same.changed_ns == pytest.approx(same.replayed_ns)
+    assert same.range_ns[1] / same.changed_ns < high / answer.changed_ns

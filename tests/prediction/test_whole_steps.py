@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, median
 from typing import Any
 
 import msgspec
@@ -237,8 +238,12 @@ def test_recomputed_attention_is_counted_once_more() -> None:
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
 def test_traffic_is_that_of_ring_collectives(parallel: str) -> None:
-    """Half of the parameters leave each of two ranks per collective; all but the first and last overlap."""
+    """Half of the parameters leave each of two ranks per collective; all but the first and last overlap.
+
+    The larger of two standard normal numbers has a median of 0.545: by so many variations the slower device is slower.
+    """
     step, _ = predicted(2, machine(), parallel)
+    slower = 1 + 0.545 * H200.device_variation.value
     rates = {name: H200.same_host.collective_gb_s[name].value for name in ("all_gather", "reduce_scatter")}
 
     def ns(operation: str, size: int) -> float:
@@ -257,8 +262,18 @@ def test_traffic_is_that_of_ring_collectives(parallel: str) -> None:
         exposed, optimizer_ms = gather + rest + copies_ns(REST_BYTES, 2), LAYERS * 2 + 1
         slowed = LAYERS * (taken * (gather + reduce) + copies_ns(LAYER_BYTES, 2))
     assert step.parts_ns["traffic"] == pytest.approx(exposed)
-    assert step.parts_ns["layers"] == pytest.approx(LAYERS * 17e6 + slowed)
-    assert step.parts_ns["optimizer"] == pytest.approx(optimizer_ms * 1e6)
+    assert step.parts_ns["layers"] == pytest.approx(LAYERS * 17e6 * slower + slowed, rel=1e-5)
+    assert step.parts_ns["optimizer"] == pytest.approx(optimizer_ms * 1e6 * slower, rel=1e-5)
+
+
+def test_layers_take_as_long_as_on_the_slowest_of_eight_devices() -> None:
+    """Against the median of the slowest of eight drawn devices; embeddings, head and loss are computed on each."""
+    generator = random.Random(0)
+    variation = H200.device_variation.value
+    slowest = median(max(generator.gauss(1.0, variation) for _ in range(8)) for _ in range(20_000))
+    step = predict_step(query(8, SEQ * 8 // 2, "ddp"), machine(), schedule_of, draws=1)
+    assert step.parts_ns["once"] == pytest.approx((3 + 7) * 1e6 * slowest, rel=5e-4)
+    assert slowest > 1.015
 
 
 def test_traffic_that_is_longer_than_a_layer_is_exposed() -> None:
@@ -278,7 +293,7 @@ def test_measured_steps_of_four_layers_are_predicted() -> None:
     All come out too fast; the spread of a whole step is such that they lie inside.
     """
     scores = list(prediction.steps())
-    assert len(scores) == 6 and all(-0.055 < score.error < -0.015 and score.inside for score in scores)
+    assert len(scores) == 6 and all(-0.05 < score.error < -0.015 and score.inside for score in scores)
 
 
 def test_the_spread_of_a_step_holds_five_of_six_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,8 +98,8 @@ def test_recording_has_the_size_and_time_of_every_step(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         (["--cp-sizes", "3"], "groups of 3 ranks do not divide 2"),
-        (["--cp-sizes", "2,1", "--controls"], "--controls: not made for --cp-sizes"),
-        (["--cp-sizes", "2,1", "--window-size", "8"], "--window-size: not made for --cp-sizes"),
+        (["--cp-sizes", "2,1", "--controls"], "--controls does not go with --cp-sizes"),
+        (["--cp-sizes", "2,1", "--window-size", "8"], "--window-size does not go with --cp-sizes"),
         (["--cp-sizes", "2,x"], "--cp-sizes"),
         (["--cp-sizes", "1", "--seq", "511"], "511 tokens are not 2 even sequences"),
     ],

@@ -147,10 +147,10 @@ def test_workload_description_names_both_head_sizes() -> None:
         (["--softcap", "0"], "--softcap"),
         (["--softcap", "5", "--kernel", "cpu-flash"], "takes no softcap (those here that do: flex, reference)"),
         (["--sinks", "fixed"], "learned"),
-        (["--sinks", "learned", "--layer", "ddp"], "--sinks: not made for --layer"),
+        (["--sinks", "learned", "--layer", "ddp"], "--sinks does not go with --layer"),
         (
             ["--documents", "32,32", "--phase", "decode", "--kv-length", "64"],
-            "--documents: not made for --phase decode",
+            "--documents does not go with --phase decode",
         ),
     ],
 )

@@ -188,6 +188,19 @@ def data_parallel(computes: Sequence[int], wire: int = 300) -> Program:
     return builders, None
 
 
+def two_groups_at_once() -> Program:
+    """Return a sharded step that computes for 3 ms, then gathers and scatters in two groups that overlap in time."""
+    builders = []
+    for rank in range(2):
+        b = Builder(rank=rank, world_size=2).run(GEMM, 0, 3 * MS, launched=1)
+        for name, start, stream in (("_allgather_base", 3, 20), ("_reduce_scatter_base", 8, 21)):
+            own = collective(name, group=name, group_ranks=(0, 1), group_size=2, elements=1 << 22)
+            kernel = f"{NCCL[:15]}{'AllGather' if stream == 20 else 'ReduceScatter'}"
+            b.run(kernel, start * MS, (start + 10) * MS, launched=stream, own=own, stream=stream)
+        builders.append(b.run(GEMM, 18 * MS, 21 * MS, launched=30))
+    return builders, None
+
+
 def with_shapes() -> Program:
     """Return a training step whose shapes are recorded for half of its matrix products."""
     builders = []
@@ -346,6 +359,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "copies, one of 2 ranks": lambda: (copied([400, 900])[0][:1], copied([400, 900])[1]),
     "data parallel": partial(data_parallel, [600, 600, 610]),
     "data parallel, one late": partial(data_parallel, [600, 900], 20),
+    "data parallel, one computes longest": partial(data_parallel, [300, 310, 900, 305], 20),
+    "data parallel, two compute longest": partial(data_parallel, [300, 900, 310, 880, 305, 300], 20),
+    "two groups at once": two_groups_at_once,
     "data parallel with shapes": with_shapes,
     "sharded without records": unrecorded_sharding,
     "two kinds between hosts": two_kinds_between_hosts,

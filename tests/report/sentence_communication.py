@@ -63,7 +63,14 @@ def _hidden(case: Case, m: re.Match[str]) -> None:
     percent(m[1], sum(case.swept("overlapped")) / sum(case.swept("comm")))
 
 
-@rule("verdict", rf"{P} (blocked in waiting for a transfer|{LABELS})(?: of group (\S+?))?(?=, [\d.]+ %|\.$)")
+@rule("verdict", r"partly at the same time")
+def _at_once(case: Case, m: re.Match[str]) -> None:
+    (line,) = (line for line in case.summary["verdict"] if m[0] in line)
+    whole, *shares = map(float, re.findall(r"([\d.]+) %", re.sub(r", [\d.]+ % at worst", "", line)))
+    assert len(shares) == 2 and sum(shares) > whole - 0.1
+
+
+@rule("verdict", rf"{P} (blocked in waiting for a transfer|{LABELS})(?: of group (\S+?))?(?=, [\d.]+ %|, partly|\.$)")
 def _kinds_exposed(case: Case, m: re.Match[str]) -> None:
     if m[2] == "blocked in waiting for a transfer" or case.on_cpu:
         assert float(m[1]) <= 100 * mean(case.exposed) / case.mean_wall + 0.06

@@ -65,6 +65,12 @@ def _computes(case: Case, m: re.Match[str]) -> None:
     assert case.on_cpu or compute[int(m[1])] == case.raw[int(m[1])].swept["compute"]
 
 
+@rule("evidence", rf"each rank computes {MS}$")
+def _all_compute(case: Case, m: re.Match[str]) -> None:
+    (compute,) = {row["compute_ns"] for row in case.ranks.values()}
+    milliseconds(m[1], compute)
+
+
 @rule("evidence", r"on the wire with no computation beside it; (.*)$")
 def _rates_on_wire(case: Case, m: re.Match[str]) -> None:
     rows = [row for row in case.summary["communication"] if row["wire_gbps"] is not None]

@@ -132,6 +132,16 @@ def _same_work(case: Case, m: re.Match[str]) -> None:
     assert max(compute) > min(compute)
 
 
+@rule("remedy", rf"ranks? (\d+)(?: and (\d+))? computes?(?: at least)? {MS}, all others at most {MS}")
+def _ranks_that_compute_longest(case: Case, m: re.Match[str]) -> None:
+    named = {int(rank) for rank in (m[1], m[2]) if rank}
+    times = {rank: row["compute_ns"] for rank, row in case.ranks.items()}
+    others = [time for rank, time in times.items() if rank not in named]
+    milliseconds(m[3], min(times[rank] for rank in named))
+    milliseconds(m[4], max(others))
+    assert min(times[rank] for rank in named) > 1.02 * max(others) and len(others) > len(named)
+
+
 @rule("remedy", r"((?:zigzag|double-ring|burst|usp)(?:(?:, | or )(?:double-ring|burst|usp))*) "
       r"\((hops beside blocks|less between hosts)\)")  # fmt: skip
 def _strategies(case: Case, m: re.Match[str]) -> None:

@@ -27,7 +27,7 @@ from ringprof.report.sections import idle
 from ringprof.report.tables import Listing
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
-from ringprof.report.timeline import BLOCKED_ON_PEER, idle_bars, timeline_of
+from ringprof.report.timeline import BLOCKED_ON_PEER, idle_groups, timeline_of
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
 from ringprof.trace.kineto.reader import parse_trace
@@ -315,14 +315,14 @@ def test_timeline_omits_invisible_idle_and_merges_short_parts() -> None:
     end = 222 * US + 10 * US
     b.run(FLASH, end + 99 * US, end + 200 * US, launched=0)
     parts, names = attribution_of(b).ranks[0].detail.idle_parts(), b.names
-    exact = list(idle_bars(parts, names))
-    assert [bar.name for bar in exact][:20] == [f"op{number}" for number in range(1, 21)]
-    assert sum(bar.end_ns - bar.start_ns for bar in exact) == 212 * US + 99 * US
-    (joined,) = idle_bars(parts, names, 100 * US)
-    assert (joined.start_ns, joined.end_ns, joined.name) == (10 * US, 222 * US, "op20")
-    assert joined.parts == len(exact) - 1
-    separate = [bar for bar in idle_bars(parts, names, 15 * US) if bar.parts == 1 and bar.cause == "host"]
-    assert [bar.name for bar in separate] == [f"op{number}" for number in range(15, 21)]
+    exact = list(idle_groups(parts))
+    assert [parts.main_label(rows, names)[2] for rows in exact][:20] == [f"op{number}" for number in range(1, 21)]
+    assert sum(parts.end_ns[rows[-1]] - parts.start_ns[rows[0]] for rows in exact) == 212 * US + 99 * US
+    (joined,) = idle_groups(parts, 100 * US)
+    assert (parts.start_ns[joined[0]], parts.end_ns[joined[-1]]) == (10 * US, 222 * US)
+    assert parts.main_label(joined, names)[2] == "op20" and len(joined) == len(exact) - 1
+    labels = [parts.main_label(rows, names) for rows in idle_groups(parts, 15 * US) if len(rows) == 1]
+    assert [name for cause, _, name in labels if cause == "host"] == [f"op{number}" for number in range(15, 21)]
 
 
 def test_timeline_shows_the_peer_that_blocks_a_rank() -> None:

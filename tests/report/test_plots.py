@@ -35,6 +35,12 @@ def bars(ax: Axes) -> list[tuple[float, float]]:
     return [(patch.get_x(), patch.get_width()) for patch in ax.patches]  # type: ignore[attr-defined]
 
 
+def test_waterfall_title_names_a_loss_and_not_needed_work():
+    b = Builder(world_size=1).run("ampere_sgemm_128x64_nn", 0, 600_000, launched=1)
+    b.run("ampere_sgemm_128x64_nn", 10**6, 2 * 10**6, launched=999_000)
+    assert plots_of(b).waterfall().get_title(loc="left").endswith("most is lost to: host-bound idle")
+
+
 def test_waterfall_bars_are_adjacent_and_sum_to_the_wall():
     run = analysis(RUN)
     drawn = bars(run.plot.waterfall())

@@ -12,7 +12,8 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
 from ringprof.scale.pipeline import attribute
-from tests.analysis.build import FLASH, Builder
+from ringprof.trace.columns import MEMCPY
+from tests.analysis.build import FLASH, Builder, collective
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
@@ -40,6 +41,26 @@ def test_terminal_report_begins_with_the_most_important():
     assert lines[8].startswith("35 % of SendRecv time was waiting for a peer, 65 % on the wire (288 GB/s; 438 best")
 
 
+@pytest.mark.parametrize(("last", "words"), [(149, "4 iterations"), (150, "4 iterations of 0.100 ms to 0.150 ms")])
+def test_first_line_states_iterations_of_different_lengths(last, words):
+    """A warm-up inside the window makes up most of its sums, so the first line must show it."""
+    builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
+    for rank, b in enumerate(builders):
+        for number, length in enumerate((last if rank else 100, 100, 100, 100)):
+            start = number * 10**6
+            b.mark(f"ProfilerStep#{number}", start, start + 900_000)
+            b.run(FLASH, start + 10_000, start + 10_000 + length * 1000, launched=start + 5)
+    assert shown_traces(*builders, width=250).splitlines()[0].endswith(f" · {words}")
+
+
+def test_first_line_states_different_numbers_of_iterations():
+    builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
+    for b, count in zip(builders, (3, 4), strict=True):
+        for start in range(0, count * 1000, 1000):
+            b.mark(f"ProfilerStep#{start}", start, start + 900).run(FLASH, start + 10, start + 800, launched=start + 5)
+    assert shown_traces(*builders, width=250).splitlines()[0].endswith(" · 3 to 4 iterations")
+
+
 def test_printed_parts_sum_to_the_wall():
     text = shown(attribution_of(NVLINK))
     rows = {}
@@ -50,6 +71,36 @@ def test_printed_parts_sum_to_the_wall():
     wall = rows.pop("wall")
     assert len(rows) == 4
     assert tuple(map(sum, zip(*rows.values(), strict=True))) == wall
+
+
+def test_printed_parts_of_each_rank_sum_to_its_wall():
+    """Parts of 46.5644, 30.2524 ... ms, rounded one by one, would print as 95.468 ms, beside a wall of 95.469 ms."""
+    builders = []
+    for rank, (computes, copies) in enumerate([(46_564_400, 24_400), (61_237_400, 20_300)]):
+        b = Builder(rank=rank, world_size=2).run(FLASH, 0, computes, launched=0)
+        b.run("Memcpy DtoD", computes, computes + copies, launched=1, category=MEMCPY)
+        reduce = collective("allreduce", group="0", group_ranks=(0, 1), group_size=2)
+        b.run("ncclDevKernel_AllReduce", 77_000_400 - rank, 95_468_800, launched=2, own=reduce, stream=20)
+        builders.append(b)
+    text = shown_traces(*builders)
+    rows = re.findall(r"^rank \d +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) ", text, re.MULTILINE)
+    assert len(rows) == 2
+    for wall, *parts in rows:
+        assert sum(round(1000 * float(part)) for part in parts) == round(1000 * float(wall))
+    ends = re.findall(r"^(?:compute|exposed \w+|idle|wall) +[\d.]+ ms +([\d.]+) +([\d.]+) ", text, re.MULTILINE)
+    by_part = [*zip(*rows, strict=True)]
+    assert ends == [(min(times), max(times)) for times in [*by_part[1:], by_part[0]]]
+
+
+def test_ranks_that_end_together_have_a_smallest_and_a_largest_time():
+    builders = []
+    for rank, computes in enumerate((400, 600)):
+        b = Builder(rank=rank, world_size=2).run(FLASH, 0, computes, launched=1)
+        reduce = collective("allreduce", group="0", group_ranks=(0, 1), group_size=2)
+        builders.append(b.run("ncclDevKernel_AllReduce", computes, 1000, launched=2, own=reduce, stream=20))
+    table = shown_traces(*builders)
+    assert re.search(r"^where the time went +mean +min +max", table, re.MULTILINE)
+    assert re.search(r"^compute +0.500 [^ ]+ +0.400 +0.600 ", table, re.MULTILINE)
 
 
 def test_shares_in_the_table_equal_those_in_the_verdict():

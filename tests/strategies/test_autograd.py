@@ -364,7 +364,7 @@ def test_feature_flags_of_kernels():
     able = {
         "takes_windows": own_and_flash,
         "varlen": {"flash-attn-3", "flash-attn-4", "flash-attn", "torch-flash", "flex"},
-        "takes_softcap": {"flash-attn-3", "flash-attn", "flex", "reference"},
+        "takes_softcap": {"flash-attn-3", "flash-attn-4", "flash-attn", "flex", "reference"},
         "has_deterministic_mode": own_and_flash,
         "takes_delta": {"reference"},
         "tested": set(KERNELS),

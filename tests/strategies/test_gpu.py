@@ -13,6 +13,9 @@ from ringprof.strategies.kernels import merge
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS
+from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from ringprof.workload.mask import Mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,14 +85,18 @@ def test_a_kernel_agrees_with_float64(name, dtype, head_dim, v_head_dim):
     assert wrong == []
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask.of(documents=[0, 8, 300, 512])])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("name", [name for name in GPU_KERNELS if KERNELS[name].writes_into])
-def test_gradients_written_into_views_are_those_of_new_tensors(name, kv_heads):
+def test_gradients_written_into_views_are_those_of_new_tensors(name, kv_heads, mask):
     """Strategies let such a kernel write the gradients of some heads and rows into those of all."""
     kernel = _kernel(name)
     q, k, v, dout = _tensors(1, 8, kv_heads, 512, 512)
-    out, lse = kernel.forward(q, k, v, scale=0.1, causal=True)
-    how: dict[str, Any] = {"out": out, "scale": 0.1, "causal": True}
+    block = sharded_mask_of(mask, LAYOUTS["contiguous"], 1, 512).block(0, 0)
+    assert block is not None
+    how: dict[str, Any] = {"scale": 0.1, "causal": block.causal, "parts": block.parts}
+    out, lse = kernel.forward(q, k, v, **how)
+    how["out"] = out
     wide = [torch.full((1, 700, x.shape[2] + 3, 128), 7.0, device="cuda", dtype=x.dtype) for x in (q, k, v)]
     dq, dk, dv = (whole[:, 100:612, 2:-1] for whole in wide)
     views = dq, dk, dv

@@ -64,7 +64,7 @@ def worst(values: list[Tensor], truth: list[Tensor]) -> float:
     return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(values, truth, strict=True))
 
 
-VARLEN = ("flash-attn", "torch-flash")
+VARLEN = ("flash-attn-3", "flash-attn", "torch-flash")
 ALL_KERNELS = [name for name in KERNELS if name not in ("cpu-flash", "reference")]
 SOFTCAP = 2.0
 """Softcap that is no larger than some scores."""

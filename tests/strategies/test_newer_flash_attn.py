@@ -218,6 +218,7 @@ def _bwd4(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, deterministic: bool = False,
     dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1], "GQA backward requires head_dim == head_dim_v"
     dq, dk, dv = (torch.empty_like(x) if target is None else target for x, target in ((q, dq), (k, dk), (v, dv)))
     return _bwd3(
         dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,
@@ -275,6 +276,7 @@ PARTS = [
         ("flash-attn-3", 2.0, WHOLE + PARTS, (8, 8)),
         ("flash-attn-3", 0.0, WHOLE + PARTS, (192, 128)),
         ("flash-attn-4", 0.0, WHOLE + PARTS, (8, 8)),
+        ("flash-attn-4", 2.0, WHOLE + PARTS, (8, 8)),
         ("flash-attn-4", 0.0, WHOLE + PARTS, (192, 128)),
     ],
 )
@@ -298,8 +300,7 @@ def test_arguments_passed_to_kernels_match_the_mask(
         assert all(relative_error(x, y) < 1e-12 for x, y in zip(*gradients, strict=True)), mask
 
 
-def test_unsupported_features_of_newer_flash_attn() -> None:
-    assert not KERNELS["flash-attn-4"].takes_softcap
+def test_newer_flash_attn_needs_a_gpu() -> None:
     for name in ("flash-attn-3", "flash-attn-4"):
         assert KERNELS[name].missing(CPU) == "needs a CUDA device"
 
@@ -352,14 +353,27 @@ def _flash_attn_3_built_without(monkeypatch: pytest.MonkeyPatch, disabled: tuple
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_dim", "supported"),
-    [(9, 256, True), (9, 192, True), (10, 128, True), (10, 256, True), (10, 192, False), (10, 264, False)],
+    ("capability", "sizes"),
+    [(9, [24, 32, 56, 64, 88, 96, 120, 128, *range(136, 257, 8)]), (10, [*range(8, 129, 8), 256])],
 )
 def test_head_sizes_of_flash_attn_4_depend_on_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: int, head_dim: int, supported: bool
+    monkeypatch: pytest.MonkeyPatch, capability: int, sizes: list[int]
 ) -> None:
     kernel = newer_flash_attn.FlashAttn4Kernel
     monkeypatch.setattr(kernel, "missing", classmethod(lambda cls, device: None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    reason = kernel.why_unsupported(torch.device("cuda"), torch.bfloat16, head_dim)
-    assert (reason is None) == supported and (supported or f"not {head_dim}" in str(reason))
+    reasons = {size: kernel.why_unsupported(torch.device("cuda"), torch.bfloat16, size) for size in range(8, 273, 8)}
+    assert [size for size, reason in reasons.items() if reason is None] == sizes
+    assert all(f"not {size}" in reason for size, reason in reasons.items() if reason)
+
+
+def test_flash_attn_4_needs_hopper_or_data_center_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = SimpleNamespace(submodule_search_locations=["flash_attn"])
+    monkeypatch.setattr(newer_flash_attn, "find_spec", lambda name: installed)
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
+    taken = []
+    for capability in range(7, 14):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=capability: (major, 0))
+        if newer_flash_attn.FlashAttn4Kernel.missing(torch.device("cuda")) is None:
+            taken.append(capability)
+    assert taken == [9, 10, 11]

@@ -1,7 +1,8 @@
-"""Local blocks in two halves whose gradients a kernel writes into one set of tensors, against dense float64."""
+"""Blocks whose gradients a kernel writes into given tensors, against dense float64: halves, and rings of two ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,13 +52,16 @@ class WritingKernel(ReferenceKernel):
         return into
 
 
-def errors_of(rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]]) -> list[Any]:
+def errors_of(
+    rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]], *, overlaps: bool = True
+) -> list[Any]:
     rows = []
     for mask, truth in truths.items():
         for case in cases:
             kernel = WritingKernel()
             strategy = create(case.name, kernel="reference", **case.params)
             strategy.kernel_for = lambda q, kernel=kernel, **_: kernel
+            strategy.overlaps_last_hop = lambda travelling: overlaps
             *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in inputs(problem))
             for tensor in qkv:
                 tensor.requires_grad_()
@@ -82,6 +86,24 @@ def test_gradients_of_halves_are_exact(world: int, kv_heads: int, v_head_dim: in
         # A double ring has two last hops, and a window bands: both keep what they had.
         assert all(count in (0, 2) for count in written.values())
         assert not any(count for name, count in written.items() if name.startswith("double-ring"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("kv_heads", "v_head_dim"), [(8, None), (4, None), (8, 6)])
+def test_gradients_of_a_ring_of_two_ranks_are_exact(kv_heads: int, v_head_dim: int | None) -> None:
+    """Where nothing overlaps the last hop, the kernel writes dK and dV of both blocks where they are sent or added."""
+    problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=kv_heads, v_head_dim=v_head_dim)
+    truths = {mask: dense(problem, mask) for mask in MASKS[:3]}
+    cases = [case for case in CASES if 2 in case.worlds]
+    by_rank = run_ranks(2, partial(errors_of, overlaps=False), cases, problem, truths)
+    for rank, rows in enumerate(by_rank):
+        assert {name: error for name, error, _ in rows if not error < 1e-12} == {}
+        # Under a causal mask the first rank of the contiguous layout sees no key of the other.
+        expected = {str(case): 1 + (rank == 1 or case.name != "ring") for case in cases}
+        written = {name: count for name, _, count in rows if name.endswith(f" {MASKS[0]}")}
+        writes = v_head_dim is None and kv_heads == 8
+        assert written == {f"{name} {MASKS[0]}": count * writes for name, count in expected.items()}
+        assert not any(count for name, _, count in rows if name.endswith(f" {MASKS[2]}"))
 
 
 def test_halves_share_no_row_of_documents_and_no_head() -> None:

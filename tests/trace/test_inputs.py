@@ -311,6 +311,12 @@ def test_missing_input_error_suggests_the_nearest(tmp_path):
         detect([])
 
 
+def test_a_link_to_nothing_is_named_with_its_target(tmp_path):
+    (tmp_path / "newest.json").symlink_to("moved/run.json")
+    with pytest.raises(InputError, match=r"newest.json: a link to moved/run.json, which does not exist$"):
+        detect([str(tmp_path / "newest.json")])
+
+
 def test_several_inputs_must_be_traces(tmp_path):
     trace, text = put(tmp_path, "rank0.json", TEN), put(tmp_path, "log.txt", LOG)
     with pytest.raises(InputError, match="several inputs must all be traces; this is a text file"):

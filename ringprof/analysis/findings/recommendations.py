@@ -22,7 +22,7 @@ from ringprof.analysis.findings.idle_text import (
 )
 from ringprof.analysis.findings.kernel_comparison import KernelComparison
 from ringprof.analysis.findings.summary import Communication, Summary
-from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
+from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST
 from ringprof.common.formatting import milliseconds, percent, three_digits
 from ringprof.run import Run, StrategyUsed
@@ -37,7 +37,7 @@ SLOW_LINK = 3.0
 _MIN_IDLE_SHARE = 0.02
 """Smallest share of a rank's wall time for which its idle time is named."""
 _MAX_WORK_RATIO = 1.02
-"""Largest ratio between two ranks' FLOPs at which their work counts as equal."""
+"""Largest ratio between two ranks' FLOPs, or times of computation, at which their work counts as equal."""
 _MORE_TOKENS = "more tokens per rank"
 MIN_LATE_SHARE = 0.2
 """Smallest share of all waiting that a rank must cause to be named."""
@@ -169,8 +169,12 @@ def longest_on_wire(summary: Summary) -> Communication | None:
     return max(rows, key=lambda row: (row.sent_bytes or 0) / (row.wire_gbps or 1), default=None)
 
 
-def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
-    """State the lowest rate at which the computation could hide the bytes; empty where they are that fast already."""
+def rate_to_hide(attribution: Attribution, summary: Summary) -> str:
+    """State the lowest rate at which the computation could hide the bytes that take longest on the wire.
+
+    Empty where they are that fast already.
+    """
+    row, is_only = longest_on_wire(summary), len(summary.communication) == 1
     compute_ns = fmean(rank.breakdown.compute_ns for rank in attribution.ranks)
     if row is None or not row.sent_bytes or not row.wire_gbps or not compute_ns:
         return ""
@@ -178,7 +182,8 @@ def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
     if needed_gbps <= row.wire_gbps:
         return ""
     needed = three_digits(needed_gbps)
-    return f"; {milliseconds(compute_ns)} of computation can hide these bytes from {needed} GB/s per rank on"
+    whose = "these bytes" if is_only else f"the bytes of {in_a_sentence(row.kind)} alone"
+    return f"; {milliseconds(compute_ns)} of computation can hide {whose} from {needed} GB/s per rank on"
 
 
 def _strategy(attribution: Attribution) -> StrategyUsed | None:
@@ -199,14 +204,28 @@ def _imbalance_advice(attribution: Attribution) -> str:
     if run and run.workload and run.workload.documents:
         return "another layout (ringprof balance compares them)"
     if not _same_work(attribution):
-        return "the same work for every rank"
+        return f"the same work for every rank{_longest_computing_clause(attribution)}"
     if attribution.on_cpu:
         return ""
     by_time = sorted((rank.breakdown for rank in attribution.ranks), key=lambda breakdown: breakdown.compute_ns)
     least, most = by_time[0], by_time[-1]
     if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
-        return "look at the GPUs' clocks (same work, other speed)"
+        return f"look at the GPUs' clocks (same work, other speed){_longest_computing_clause(attribution)}"
     return "compare what ranks compute beside attention (--kernels)"
+
+
+def _longest_computing_clause(attribution: Attribution) -> str:
+    """Name the ranks that compute far longer than all others, to be appended; empty unless one or two stand out."""
+    times = sorted((rank.breakdown.compute_ns, rank.rank) for rank in attribution.ranks)
+    # The widest gap between two ranks' times, in order, separates those that stand out.
+    gap, index = max(((later[0] - times[i][0], i + 1) for i, later in enumerate(times[1:])), default=(0, 0))
+    others, longest = times[:index], times[index:]
+    stand_out = 0 < len(longest) <= min(2, len(others) - 1) and 2 * gap >= times[-1][0] - times[0][0]
+    if not stand_out or longest[0][0] <= _MAX_WORK_RATIO * others[-1][0]:
+        return ""
+    ranks = " and ".join(str(rank) for rank in sorted(rank for _, rank in longest))
+    computes = "rank {} computes" if len(longest) == 1 else "ranks {} compute at least"
+    return f": {computes.format(ranks)} {milliseconds(longest[0][0])}, all others at most {milliseconds(others[-1][0])}"
 
 
 def _wire_advice(attribution: Attribution, row: Communication | None) -> str:

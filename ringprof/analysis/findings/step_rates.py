@@ -102,12 +102,8 @@ def _part_rate(name: str, ranks: tuple[Rank, ...]) -> PartRate:
 def _work_of(rank: Rank, name: str) -> PartWork:
     """Return a rank's FLOPs and time of a part; only the time where the rank's trace holds no shapes."""
     work = next((work for work in rank.part_work if work.part == name), None)
-    return work or PartWork(name, _time_without_shapes(rank, name), 0, 0, 0, {})
-
-
-def _time_without_shapes(rank: Rank, name: str) -> int:
-    """Return the nanoseconds of a part from the breakdown."""
-    return rank.breakdown.flash_ns if name == "attention" else rank.breakdown.beside_ns.get(name, 0)
+    time_ns = rank.breakdown.flash_ns if name == "attention" else rank.breakdown.beside_ns.get(name, 0)
+    return work or PartWork(name, time_ns, 0, 0, 0, {})
 
 
 def _with_peak(rates: StepRates, ranks: tuple[Rank, ...]) -> StepRates:

@@ -11,7 +11,7 @@ from ringprof.analysis import intervals
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.timeline.idle import HOST, IdleParts
+from ringprof.analysis.timeline.idle import cause_text
 from ringprof.trace.columns import Int64
 
 EXPOSED, IDLE = "exposed_comm", "idle"
@@ -61,21 +61,10 @@ def _longest_of(rank: Rank, most: int) -> Sequence[Stretch]:
     ]
     names = detail.classified.trace.names
     for start, end in _longest(intervals.union(idle.start_ns, idle.end_ns), most):
-        rows.append(Stretch(rank.rank, IDLE, start, end, cause=_main_cause(idle, start, end, names)))
+        parts = range(*np.searchsorted(idle.start_ns, (start, end)).tolist())
+        rows.append(Stretch(rank.rank, IDLE, start, end, cause=cause_text(*idle.main_label(parts, names))))
     rows.sort(key=lambda stretch: -stretch.time_ns)
     return rows[:most]
-
-
-def _main_cause(parts: IdleParts, start_ns: int, end_ns: int, names: Sequence[str]) -> str:
-    """Return the cause of most of the time between two times, in which the device idles."""
-    first, last = np.searchsorted(parts.start_ns, (start_ns, end_ns)).tolist()
-    times: dict[tuple[str, str, str], int] = {}
-    for row in range(first, last):
-        label = parts.label(row, names)
-        times[label] = times.get(label, 0) + int(parts.end_ns[row] - parts.start_ns[row])
-    cause, event_class, name = max(times, key=lambda label: times[label])
-    text = f"{cause}, {event_class}" if cause == HOST else cause
-    return f"{text}: {name}" if name else text
 
 
 def _longest(spans: Spans, most: int, *columns: Int64) -> list[tuple[int, ...]]:

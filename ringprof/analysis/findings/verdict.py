@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.idle_text import blocked_idle_sentence, launch_idle_sentence
 from ringprof.analysis.findings.recommendations import (
     UNBALANCED,
     known_contiguous,
     late_ranks,
-    longest_on_wire,
     rate_to_hide,
     rises_with_rank,
     slow_between_hosts,
     slow_senders,
 )
 from ringprof.analysis.findings.step_rates import attention_rate_clause, computation_clause, compute_part_sentence
-from ringprof.analysis.findings.summary import KindRow, Summary
+from ringprof.analysis.findings.summary import KindRow
 from ringprof.analysis.findings.verdict_text import cpu_blocked_sentence, exposed_shares, is_attention, missing_sentence
 from ringprof.analysis.findings.waterfall import (
     ATTENTION_PARTS,
@@ -37,9 +35,11 @@ from ringprof.analysis.findings.waterfall import (
 )
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import SAME_HOST
 from ringprof.common.formatting import milliseconds, percent, three_digits
+
+if TYPE_CHECKING:
+    from ringprof.analysis.findings.findings import Findings
 
 _MIN_GAIN = 0.0005
 """Smallest gain that is named, as a share of the wall time; smaller ones would round to 0.0 %."""
@@ -49,20 +49,7 @@ PASSES = {"fwd": "forward", "bwd": "backward"}
 """Names of the passes in sentences, by their names in traces."""
 
 
-class Facts(Protocol):
-    """Results that the verdict is made of; `Findings` has them."""
-
-    @property
-    def attribution(self) -> Attribution: ...
-    @property
-    def summary(self) -> Summary: ...
-    @property
-    def waterfall(self) -> Waterfall: ...
-    @property
-    def exposed_by_step(self) -> ExposedBySteps: ...
-
-
-def verdict_of(facts: Facts) -> tuple[str, ...]:
+def verdict_of(facts: Findings) -> tuple[str, ...]:
     """Return the verdict: missing data, if any, then at most three lines."""
     missing = missing_sentence(facts.attribution)
     if facts.attribution.lacks_device:
@@ -72,13 +59,13 @@ def verdict_of(facts: Facts) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def _share_of_time(facts: Facts, time_ns: float) -> float:
+def _share_of_time(facts: Findings, time_ns: float) -> float:
     """Return a time as a share of the mean wall time; verdicts and the table of parts call it "of the time"."""
     wall = facts.summary.parts[-1].mean_ns
     return time_ns / wall if wall else 0.0
 
 
-def _communicates(facts: Facts) -> bool:
+def _communicates(facts: Findings) -> bool:
     """Return whether any rank communicates."""
     return any(rank.breakdown.comm_ns for rank in facts.attribution.ranks)
 
@@ -86,7 +73,7 @@ def _communicates(facts: Facts) -> bool:
 # --- cost of communication ----------------------------------------------------------------------------
 
 
-def _cost_line(facts: Facts) -> str:
+def _cost_line(facts: Findings) -> str:
     """Say how much of the time is exposed communication, and by which kinds or how much is hidden."""
     attribution, summary = facts.attribution, facts.summary
     if not _communicates(facts):
@@ -111,7 +98,7 @@ def _cost_line(facts: Facts) -> str:
 # --- cause of the largest loss ------------------------------------------------------------------------
 
 
-def _cause_line(facts: Facts) -> str:
+def _cause_line(facts: Findings) -> str:
     """Name the cause of the largest loss of an attention job, or the attention kernels if no loss is worth naming."""
     waterfall = facts.waterfall
     largest = waterfall.largest_outside()
@@ -131,7 +118,7 @@ def _cause_line(facts: Facts) -> str:
     }[largest](facts, share)  # fmt: skip
 
 
-def _computation_line(facts: Facts) -> str:
+def _computation_line(facts: Findings) -> str:
     """Name the longest computation of a step that is more than attention.
 
     Idle time or copies come first if they take longer.
@@ -148,7 +135,7 @@ def _computation_line(facts: Facts) -> str:
     return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 
 
-def _kernels_line(facts: Facts) -> str:
+def _kernels_line(facts: Findings) -> str:
     """Say that no loss outside the attention kernels is worth naming, with the rate of these kernels."""
     waterfall = facts.waterfall
     attention_share = percent(_share_of_time(facts, waterfall.of(*ATTENTION_PARTS)))
@@ -160,7 +147,7 @@ def _kernels_line(facts: Facts) -> str:
     return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
 
 
-def _imbalance_line(facts: Facts, share: float) -> str:
+def _imbalance_line(facts: Findings, share: float) -> str:
     """Say how long the rank with the least computation waits, and for which ranks."""
     least = min(facts.attribution.ranks, key=lambda rank: rank.breakdown.compute_ns)
     waiting, kind = _waiting_share(least)
@@ -193,7 +180,7 @@ def _waiting_share(rank: Rank) -> tuple[float, str]:
     return (wait_ns / total_ns if total_ns else 0.0), in_a_sentence(kind)
 
 
-def _work_clause(facts: Facts, rank: Rank) -> str:
+def _work_clause(facts: Findings, rank: Rank) -> str:
     """Say how much more the other ranks compute than this one: by FLOPs if they are known, else by time."""
     run = facts.attribution.run
     flops = run.block_flops() if run else None
@@ -206,19 +193,19 @@ def _work_clause(facts: Facts, rank: Rank) -> str:
     return f"that compute up to {milliseconds(longest)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
 
 
-def _wire_line(facts: Facts, share: float) -> str:
+def _wire_line(facts: Findings, share: float) -> str:
     """Say how much time is exposed wire, with the slow links or the worst ring step."""
     slow = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
     text = f"{percent(share)} of the time is bytes on a wire with nothing to hide them"
     return f"{text}: {slow}." if slow else f"{text}{_worst_step_clause(facts)}."
 
 
-def _other_groups_line(facts: Facts, share: float) -> str:
+def _other_groups_line(facts: Findings, share: float) -> str:
     """Say how much time is exposed communication of groups other than the chosen one."""
     return f"{percent(share)} of the time is exposed communication of other groups."
 
 
-def _slow_hosts_clause(facts: Facts) -> str:
+def _slow_hosts_clause(facts: Findings) -> str:
     """Compare the rate between hosts with that within a host; empty where links between hosts are not slow."""
     between = slow_between_hosts(facts.summary)
     if between is None:
@@ -232,7 +219,7 @@ def _slow_hosts_clause(facts: Facts) -> str:
     return f"{in_a_sentence(between.kind)} between hosts moves {three_digits(between.wire_gbps or 0.0)} GB/s{against}"
 
 
-def _slow_ranks_clause(facts: Facts) -> str:
+def _slow_ranks_clause(facts: Findings) -> str:
     """Name the ranks that send slowly, with their rates and those of the others; empty where none is slow."""
     rates = {rank.rank: rank.hop_totals.wire_gbps for rank in facts.attribution.ranks}
     slow_rates = slow_senders(facts.attribution)
@@ -254,7 +241,7 @@ def _range_text(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _slow_links_clause(facts: Facts, slow: set[int]) -> str:
+def _slow_links_clause(facts: Findings, slow: set[int]) -> str:
     """List the links on which one slow rank sends to another; empty where they do not identify the slow links."""
     links = {
         (rank.rank, peer)
@@ -268,7 +255,7 @@ def _slow_links_clause(facts: Facts, slow: set[int]) -> str:
     return " (" + ", ".join(f"{sender} to {receiver}" for sender, receiver in sorted(links)[:6]) + ")"
 
 
-def _worst_step_clause(facts: Facts) -> str:
+def _worst_step_clause(facts: Findings) -> str:
     """Name the ring step that exposes most communication; empty where there are fewer than two."""
     exposed_by_step = facts.exposed_by_step
     if len(exposed_by_step) < 2:
@@ -289,7 +276,7 @@ def _worst_step_clause(facts: Facts) -> str:
     )
 
 
-def _wait_line(facts: Facts, share: float) -> str:
+def _wait_line(facts: Findings, share: float) -> str:
     """Say how much of the slowest rank's wall time is waiting for peers, with the slow links or the late ranks."""
     slow_clause = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
     waiting = "of the slowest rank's wall is waiting for peers"
@@ -305,7 +292,7 @@ def _wait_line(facts: Facts, share: float) -> str:
     return f"{sentence}{late_clause}{_worst_step_clause(facts)}."
 
 
-def _ends_early(facts: Facts) -> bool:
+def _ends_early(facts: Findings) -> bool:
     """Return whether enough of the waiting lies between the ranks' own ends and the slowest rank's end to be named."""
     wall_ns = facts.waterfall.wall_ns
     early_ns = sum(wall_ns - rank.breakdown.wall_ns for rank in facts.attribution.ranks) / len(facts.attribution.ranks)
@@ -316,7 +303,7 @@ _MIN_EARLY_SHARE = 0.1
 """Share of the waiting above which the time after a rank's own end is named."""
 
 
-def _unsplit_line(facts: Facts, share: float) -> str:
+def _unsplit_line(facts: Findings, share: float) -> str:
     """Say that transfer and waiting cannot be separated; on CPU, say instead how long ranks are blocked.
 
     ``share`` is that of the slowest rank's time.
@@ -328,7 +315,7 @@ def _unsplit_line(facts: Facts, share: float) -> str:
     return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step_clause(facts)}."
 
 
-def _beside_line(facts: Facts, share: float, part: str) -> str:
+def _beside_line(facts: Findings, share: float, part: str) -> str:
     """Say how much time a part of the computation other than attention takes, and most of what kind it is."""
     rows = _kinds_of(facts, part)
     has_main_kind = len(rows) > 1 and rows[0].time_ns > sum(row.time_ns for row in rows) / 2
@@ -336,18 +323,18 @@ def _beside_line(facts: Facts, share: float, part: str) -> str:
     return compute_part_sentence(facts.attribution, part, share, f"{_part_name(facts, part)}{kind_clause}")
 
 
-def _copies_line(facts: Facts, share: float) -> str:
+def _copies_line(facts: Findings, share: float) -> str:
     """Say how much time merges and copies take."""
     return _beside_line(facts, share, "merge_and_copies")
 
 
-def _kinds_of(facts: Facts, part: str) -> list[KindRow]:
+def _kinds_of(facts: Findings, part: str) -> list[KindRow]:
     """Return the kinds that a part of the computation consists of in this run, longest first."""
     kinds = COMPUTE_PARTS[part] if part != "merge_and_copies" else (*COMPUTE_PARTS[part], *MEMORY)
     return [row for row in facts.summary.kinds if row.kind in kinds]
 
 
-def _part_name(facts: Facts, part: str) -> str:
+def _part_name(facts: Findings, part: str) -> str:
     """Return the name of a part in a sentence; merges are not named for a program without any."""
     kinds = {row.kind for row in _kinds_of(facts, part)} if part == "merge_and_copies" else set()
     if kinds and "merge" not in kinds:
@@ -366,7 +353,7 @@ _COMPUTE_NAMES = {
 }
 
 
-def _not_launched_line(facts: Facts, share: float) -> str:
+def _not_launched_line(facts: Findings, share: float) -> str:
     """Say how much of the time nothing runs because the next work is not launched yet."""
     if facts.attribution.on_cpu:
         text = f"{percent(share)} of the time nothing computes"
@@ -375,7 +362,7 @@ def _not_launched_line(facts: Facts, share: float) -> str:
     return launch_idle_sentence(facts.attribution, percent(share))
 
 
-def _blocked_line(facts: Facts, share: float) -> str:
+def _blocked_line(facts: Findings, share: float) -> str:
     """Say how much of the time nothing runs although the next work is launched."""
     return blocked_idle_sentence(facts.attribution, percent(share))
 
@@ -383,7 +370,7 @@ def _blocked_line(facts: Facts, share: float) -> str:
 # --- possible gain ------------------------------------------------------------------------------------
 
 
-def _gain_line(facts: Facts) -> str:
+def _gain_line(facts: Findings) -> str:
     """Give the wall time with free communication, perfect balance and perfect overlap; empty where none gains."""
     if not _communicates(facts) or len(facts.attribution.ranks) < 2 or not facts.waterfall.wall_ns:
         return ""
@@ -422,12 +409,13 @@ class NextStep(msgspec.Struct, frozen=True):
     """Loss and recommendation in one sentence."""
 
 
-def next_step_of(facts: Facts) -> NextStep | None:
+def next_step_of(facts: Findings) -> NextStep | None:
     """Return the largest loss with a recommendation; None without a loss, or where nothing can be said about it."""
     waterfall, attribution = facts.waterfall, facts.attribution
     name = waterfall.largest_loss()
-    is_small = waterfall.of(name) < WORTH_NAMING * waterfall.wall_ns
-    if is_small and is_attention(attribution):
+    min_ns = WORTH_NAMING * waterfall.wall_ns
+    is_small = waterfall.of(name) < min_ns
+    if is_small and is_attention(attribution) and waterfall.of(*waterfall.needed_work()) < min_ns:
         name = waterfall.attention_loss()
     part = next((candidate for candidate in waterfall.parts if candidate.part == name), None)
     if attribution.lacks_device or part is None or (is_small and name not in ATTENTION_PARTS):
@@ -440,7 +428,7 @@ def next_step_of(facts: Facts) -> NextStep | None:
     return NextStep(part=name, time_ns=gain_ns, share=share, text=_next_step_text(facts, part, gain_ns, recommendation))
 
 
-def _why_no_recommendation(facts: Facts, part: str) -> str:
+def _why_no_recommendation(facts: Findings, part: str) -> str:
     """Explain why there is no recommendation for a part; empty where there is nothing to say."""
     if part == "kernel_limit":
         return facts.waterfall.kernels.evidence
@@ -451,13 +439,14 @@ def _why_no_recommendation(facts: Facts, part: str) -> str:
     return "why these cannot be told apart is among the warnings" if part == "exposed_unsplit" else ""
 
 
-def _next_step_text(facts: Facts, part: WaterfallPart, gain_ns: int, recommendation: str) -> str:
+def _next_step_text(facts: Findings, part: WaterfallPart, gain_ns: int, recommendation: str) -> str:
     """Write the sentence of `NextStep.text`."""
     waterfall = facts.waterfall
     loss, wall = milliseconds(part.time_ns), milliseconds(waterfall.wall_ns)
     if part.part == "slower_kernel":
         name, evidence = WATERFALL_LABELS[part.part], waterfall.kernels.evidence
-        return f"Largest loss: {name}, {loss} of {wall}: {evidence}. To try: {recommendation}."
+        scope = _scope(waterfall, part.time_ns)
+        return f"Largest loss{scope}: {name}, {loss} of {wall}: {evidence}. To try: {recommendation}."
     if part.part in ("kernel", "kernel_limit"):
         # The distance to a peak is no loss that a change is known to remove.
         reason = waterfall.kernels.evidence or waterfall.kernels.unknown
@@ -465,11 +454,12 @@ def _next_step_text(facts: Facts, part: WaterfallPart, gain_ns: int, recommendat
         return f"In the attention kernels: {reason}{advice}."
     if part.part in ATTENTION_PARTS:
         tenth = milliseconds(waterfall.of(*ATTENTION_PARTS) / 10)
-        text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"
+        scope = _scope(waterfall, part.time_ns)
+        text = f"Largest loss{scope}: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {recommendation}"
         return f"{text}; 10 % faster attention saves {tenth}."
-    hides = rate_to_hide(facts.attribution, longest_on_wire(facts.summary)) if part.part == "exposed_wire" else ""
+    hides = rate_to_hide(facts.attribution, facts.summary) if part.part == "exposed_wire" else ""
     named_parts = _parts_named_with(waterfall, part.part)
-    scope = " outside attention" if waterfall.of(*ATTENTION_PARTS) > waterfall.of(*named_parts) else ""
+    scope = _scope(waterfall, waterfall.of(*named_parts), attention_ns=waterfall.of(*ATTENTION_PARTS))
     name = f"{_part_name(facts, part.part)}, {loss} of {wall}"
     if len(named_parts) > 1:
         together_text, part_name = milliseconds(waterfall.of(*named_parts)), _part_name(facts, part.part)
@@ -479,11 +469,18 @@ def _next_step_text(facts: Facts, part: WaterfallPart, gain_ns: int, recommendat
     return f"Largest loss{scope}: {name}{bound}{advice}."
 
 
+def _scope(waterfall: Waterfall, loss_ns: int, *, attention_ns: int = 0) -> str:
+    """Return `` outside A and B``: the computation that takes longer than a loss and is none; empty without any."""
+    longer = [WATERFALL_LABELS[part] for part in waterfall.needed_work() if waterfall.of(part) > loss_ns]
+    names = [*(["attention"] if attention_ns > loss_ns else []), *longer]
+    return f" outside {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}" if names else ""
+
+
 def _parts_named_with(waterfall: Waterfall, part: str) -> tuple[str, ...]:
     """Return the parts that are named as one loss.
 
     These are all parts of communication, where they are the largest loss together but not one of them alone.
     """
-    others = (*COMPUTE_PARTS, *IDLE_PARTS, "other_groups")
+    others = {*COMPUTE_PARTS, *IDLE_PARTS, "other_groups"}.difference(waterfall.needed_work())
     is_alone = part not in COMMUNICATION_PARTS or waterfall.of(part) >= max(map(waterfall.of, others))
     return (part,) if is_alone else COMMUNICATION_PARTS

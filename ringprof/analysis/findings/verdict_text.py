@@ -37,7 +37,7 @@ def is_attention(attribution: Attribution) -> bool:
 def exposed_shares(attribution: Attribution) -> str:
     """List the largest exposed communication by kind and process group, as shares of the mean wall time.
 
-    Empty where nothing reaches `MIN_SHARE`.
+    Empty where nothing reaches `MIN_SHARE`. Kinds and groups may overlap in time; the text says so where it shows.
     """
     exposed: dict[str, int] = defaultdict(int)
     for rank in attribution.ranks:
@@ -45,12 +45,12 @@ def exposed_shares(attribution: Attribution) -> str:
             exposed[KIND[kind].label + (f" of group {group}" if group else "")] += time
         exposed["blocked in waiting for a transfer"] += sum(rank.blocked_ns.values())
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
-    texts = [
-        f"{100 * time / wall:.1f} % {label}"
-        for label, time in sorted(exposed.items(), key=lambda item: -item[1])[:MAX_NAMED]
-        if wall and time >= MIN_SHARE * wall
-    ]
-    return ", ".join(texts)
+    largest = sorted(exposed.items(), key=lambda item: -item[1])[:MAX_NAMED]
+    named = [(label, time) for label, time in largest if wall and time >= MIN_SHARE * wall]
+    texts = [f"{100 * time / wall:.1f} % {label}" for label, time in named]
+    total = sum(rank.breakdown.exposed_comm_ns for rank in attribution.ranks)
+    at_once = ", partly at the same time" if len(named) > 1 and sum(time for _, time in named) > total else ""
+    return ", ".join(texts) + at_once if texts else ""
 
 
 def missing_sentence(attribution: Attribution) -> str:
@@ -128,8 +128,8 @@ def cpu_blocked_sentence(attribution: Attribution) -> str:
     between_share, within_share = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
     sent_mb, period_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
     return (
-        f"{percent(between_share)} of the time ranks are blocked in hops between hosts ({', '.join(links.channels)}),"
-        f" {percent(within_share)} in hops within a host;"
+        f"{percent(between_share)} of the time ranks are blocked in channels that cross hosts"
+        f" ({', '.join(links.channels)}), {percent(within_share)} in channels within a host;"
         f" {three_digits(sent_mb)} MB leave each host {period},"
         f" {three_digits(sent_mb / period_s)} MB/s."
     )

@@ -20,7 +20,7 @@ Parts that the evidence cannot separate are shown as one part with a name of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 
 import msgspec
@@ -148,23 +148,28 @@ class Waterfall(msgspec.Struct, frozen=True):
         bound_of_part |= dict.fromkeys(("exposed_wire", "peer_wait", "exposed_unsplit"), self.bounds.free_ns)
         return max(0, min(self.of(part), self.wall_ns - bound_of_part.get(part, 0)))
 
-    def largest_loss(self) -> str:
-        """Return the longest part outside the attention kernels, or ``slower_kernel`` if that is longer.
+    def needed_work(self) -> list[str]:
+        """List the parts of computation outside attention that no recommendation would shorten: work, and no loss."""
+        return [part.part for part in self.parts if part.part in COMPUTE_PARTS and not part.remedy]
 
-        `largest_outside` says which part outside the attention kernels counts.
+    def largest_loss(self) -> str:
+        """Return the longest loss outside the attention kernels, or ``slower_kernel`` if that is longer.
+
+        `largest_outside` says which part outside the attention kernels counts; parts of `needed_work` are no losses.
         """
-        outside = self.largest_outside()
+        outside = self.largest_outside(self.needed_work())
         together = self.of(*COMMUNICATION_PARTS) if outside in COMMUNICATION_PARTS else self.of(outside)
         slower_kernel_ns = self.of("slower_kernel")
         return "slower_kernel" if slower_kernel_ns > max(together, WORTH_NAMING * self.wall_ns) else outside
 
-    def largest_outside(self) -> str:
-        """Return the longest part outside the attention kernels.
+    def largest_outside(self, excluded: Collection[str] = ()) -> str:
+        """Return the longest part outside the attention kernels that is not ``excluded``.
 
         The parts of communication count together, and the longest of them is returned if they exceed every other part.
         If each of them is too small to be named and another part is not, the other part is returned.
         """
-        largest_other = max((*COMPUTE_PARTS, *IDLE_PARTS, "other_groups"), key=self.of)
+        others = (*COMPUTE_PARTS, *IDLE_PARTS, "other_groups")
+        largest_other = max((part for part in others if part not in excluded), key=self.of)
         largest_communication = max(COMMUNICATION_PARTS, key=self.of)
         min_ns = WORTH_NAMING * self.wall_ns
         communication_first = self.of(*COMMUNICATION_PARTS) >= self.of(largest_other)
@@ -173,27 +178,6 @@ class Waterfall(msgspec.Struct, frozen=True):
             if communication_first and (self.of(largest_communication) >= min_ns or self.of(largest_other) < min_ns)
             else largest_other
         )
-
-
-class _RankParts(msgspec.Struct, frozen=True):
-    """One rank's time up to the slowest rank's wall time; all but the last three fields sum to that time."""
-
-    attention_ns: int
-    imbalance_ns: int
-    wire_ns: int
-    peer_wait_ns: int
-    unsplit_ns: int
-    other_groups_ns: int
-    beside_ns: dict[str, int]
-    """Computation other than attention, and exposed memory, by part."""
-    background_ns: int
-    host_bound_ns: int
-    """Idle time before the launch of the next activity and in gaps; on CPU all idle time."""
-    blocked_ns: int
-    compute_ns: int
-    busy_ns: int
-    """Wall time less exposed communication."""
-    on_wire_ns: int
 
 
 class _AttentionWork(msgspec.Struct, frozen=True):
@@ -217,28 +201,15 @@ def find_waterfall(
     ranks = attribution.ranks
     slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
     longest_compute_ns = max(rank.breakdown.compute_ns for rank in ranks)
-    rank_parts = [_rank_parts(rank, slowest.breakdown.wall_ns, longest_compute_ns) for rank in ranks]
+    by_rank = [_rank_parts(rank, slowest.breakdown.wall_ns, longest_compute_ns) for rank in ranks]
+    totals = {name: sum(parts[name] for parts in by_rank) for name in by_rank[0]}
     work = _attention_work(attribution, summary, calibration)
-    totals = _attention_parts(sum(parts.attention_ns for parts in rank_parts), work)
-    totals |= {
-        "imbalance": sum(parts.imbalance_ns for parts in rank_parts),
-        "exposed_wire": sum(parts.wire_ns for parts in rank_parts),
-        "peer_wait": sum(parts.peer_wait_ns for parts in rank_parts),
-        "exposed_unsplit": sum(parts.unsplit_ns for parts in rank_parts),
-        "other_groups": sum(parts.other_groups_ns for parts in rank_parts),
-        **{name: sum(parts.beside_ns[name] for parts in rank_parts) for name in COMPUTE_PARTS},
-        "background": sum(parts.background_ns for parts in rank_parts),
-        "launch_gaps": sum(parts.host_bound_ns for parts in rank_parts),
-        "blocked": sum(parts.blocked_ns for parts in rank_parts),
-    }
     # However far attention is split, all other parts are the same.
-    attention = {name: total for name, total in totals.items() if name in ATTENTION_PARTS}
-    others = {name: total for name, total in totals.items() if name not in ATTENTION_PARTS}
-    whole_ns = sum(totals.values()) // len(ranks)
-    times_ns = _means({"attention": sum(attention.values()), **others}, len(ranks), whole_ns)
-    times_ns |= _means(attention, len(ranks), times_ns.pop("attention"))
+    times_ns = _means(totals, len(ranks), sum(totals.values()) // len(ranks))
+    times_ns |= _means(_attention_parts(totals["attention"], work), len(ranks), times_ns.pop("attention"))
     wall_ns = slowest.breakdown.wall_ns
-    mean_ns = -(-sum(parts.busy_ns for parts in rank_parts) // len(rank_parts))
+    busy_ns = [rank.breakdown.wall_ns - rank.breakdown.exposed_comm_ns for rank in ranks]
+    mean_ns = -(-sum(busy_ns) // len(busy_ns))
     run = attribution.run
     # For whole layers only the FLOPs of the attention are counted, which give no rate of the step.
     has_layers = run is not None and run.workload is not None and run.workload.layer is not None
@@ -248,9 +219,9 @@ def find_waterfall(
         wall_ns=wall_ns,
         slowest_rank=slowest.rank,
         bounds=Bounds(
-            free_ns=max(parts.busy_ns for parts in rank_parts),
+            free_ns=max(busy_ns),
             balanced_ns=wall_ns - times_ns["imbalance"],
-            hidden_ns=max(mean_ns, *(parts.on_wire_ns for parts in rank_parts)),
+            hidden_ns=max(mean_ns, *(rank.exposed.on_wire_ns for rank in ranks)),
         ),
         peak=work.peak if work else None,
         tflops=flops / wall_ns / 1e3 if flops and wall_ns else None,
@@ -270,8 +241,11 @@ def _means(totals: Mapping[str, int], count: int, whole: int) -> dict[str, int]:
     return means
 
 
-def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts:
-    """Split one rank's time up to ``wall_ns``; ``longest_compute_ns``: longest computation of any rank."""
+def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> dict[str, int]:
+    """Split one rank's time up to ``wall_ns`` by part; ``longest_compute_ns``: longest computation of any rank.
+
+    Keys are those of `WATERFALL_LABELS`, with all attention kernels in ``attention``; the values sum to ``wall_ns``.
+    """
     breakdown = rank.breakdown
     wire_ns, waiting_ns = rank.exposed.wire_ns, rank.exposed.wait_ns
     unsplit_ns = breakdown.exposed_comm_ns - wire_ns - waiting_ns
@@ -282,24 +256,21 @@ def _rank_parts(rank: Rank, wall_ns: int, longest_compute_ns: int) -> _RankParts
     else:
         waiting_ns += early_ns
     imbalance_ns = min(waiting_ns, longest_compute_ns - breakdown.compute_ns)
-    copies_ns = breakdown.beside_ns["merge_and_copies"] + breakdown.exposed_memory_ns
     blocked_ns = rank.idle.blocked_ns if rank.idle else 0
-    return _RankParts(
+    return {
         # On CPU an attention operator can contain a wait, which is not computation.
-        attention_ns=breakdown.compute_ns - sum(breakdown.beside_ns.values()),
-        imbalance_ns=imbalance_ns,
-        wire_ns=wire_ns,
-        peer_wait_ns=waiting_ns - imbalance_ns,
-        unsplit_ns=unsplit_ns,
-        other_groups_ns=breakdown.exposed_other_groups_ns,
-        beside_ns={**breakdown.beside_ns, "merge_and_copies": copies_ns},
-        background_ns=breakdown.background_ns,
-        host_bound_ns=breakdown.idle_ns - blocked_ns,
-        blocked_ns=blocked_ns,
-        compute_ns=breakdown.compute_ns,
-        busy_ns=breakdown.wall_ns - breakdown.exposed_comm_ns,
-        on_wire_ns=rank.exposed.on_wire_ns,
-    )
+        "attention": breakdown.compute_ns - sum(breakdown.beside_ns.values()),
+        "imbalance": imbalance_ns,
+        "exposed_wire": wire_ns,
+        "peer_wait": waiting_ns - imbalance_ns,
+        "exposed_unsplit": unsplit_ns,
+        "other_groups": breakdown.exposed_other_groups_ns,
+        **{name: breakdown.beside_ns[name] for name in COMPUTE_PARTS},
+        "merge_and_copies": breakdown.beside_ns["merge_and_copies"] + breakdown.exposed_memory_ns,
+        "background": breakdown.background_ns,
+        "launch_gaps": breakdown.idle_ns - blocked_ns,
+        "blocked": blocked_ns,
+    }
 
 
 # --- the attention kernels' time ----------------------------------------------------------------------
@@ -418,7 +389,9 @@ def _part_evidence(attribution: Attribution, summary: Summary, work: _AttentionW
     return {
         "attention": attention,
         **_work_evidence(attribution, work),
-        "imbalance": ", ".join(computing),
+        "imbalance": ", ".join(computing)
+        if least is not most
+        else computing[0].replace(f"rank {least.rank}", "each rank"),
         "exposed_wire": f"on the wire with no computation beside it; {', '.join(rates[:3]) or 'rates not known'}",
         "peer_wait": "waiting beyond what the ranks' computation differs by",
         "exposed_unsplit": unsplit,

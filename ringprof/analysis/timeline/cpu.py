@@ -61,6 +61,7 @@ _NO_WORK = re.compile(
 
 
 WAIT = re.compile(r"ringprof::wait\b.*")
+_SEND = re.compile(r"ringprof::send\b.*")
 _RANGE = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl):(\w+)")
 _POSTING = re.compile(r"c10d::(\w+)")
 
@@ -70,8 +71,8 @@ class CpuCommunication(msgspec.Struct, frozen=True):
 
     blocked: Spans
     """Time marked as blocked in communication."""
-    marks: int
-    """Number of marks in the whole trace."""
+    blocked_of_kind: dict[str, Spans]
+    """Time marked as blocked, by the kind of what the marked channel carries."""
     start_ns: Int64
     """Starts of the ranges that no mark replaces."""
     end_ns: Int64
@@ -101,16 +102,49 @@ class CpuCommunication(msgspec.Struct, frozen=True):
 def find_communication(trace: Trace, start_ns: int, end_ns: int) -> CpuCommunication:
     """Return the communication between two times."""
     waits = marked_waits(trace)
+    blocked_of_kind = {
+        kind_name: intervals.union(np.clip(spans.start_ns, start_ns, end_ns), np.clip(spans.end_ns, start_ns, end_ns))
+        for kind_name, spans in _waits_by_kind(trace).items()
+    }
     blocked = intervals.union(np.clip(waits.start_ns, start_ns, end_ns), np.clip(waits.end_ns, start_ns, end_ns))
     tables = [_ranges_of(trace, trace.annotations, _RANGE), _ranges_of(trace, trace.operators, _RANGE)]
     if not len(waits) and not any(len(start) for start, _, _ in tables):
         tables.append(_ranges_of(trace, trace.operators, _POSTING))
     start, end, kind = (np.concatenate(columns) for columns in zip(*tables, strict=True))
     # A span contains its start but not its end.
-    ends_in_mark = intervals.contains(waits, end - 1)
+    has_mark = intervals.contains(waits, end - 1) | _marked_when_posted(trace, start, kind)
     start, end = np.clip(start, start_ns, end_ns), np.clip(end, start_ns, end_ns)
-    counted = ~ends_in_mark & (end > start)
-    return CpuCommunication(blocked, len(waits), start[counted], end[counted], kind[counted].astype(np.int8))
+    counted = ~has_mark & (end > start)
+    return CpuCommunication(blocked, blocked_of_kind, start[counted], end[counted], kind[counted].astype(np.int8))
+
+
+def _marked_when_posted(trace: Trace, start_ns: Int64, kind: Int64) -> npt.NDArray[np.bool_]:
+    """Return which ranges were posted inside ``ringprof::send``, so that a mark shows when the rank waits for them.
+
+    A worker of gloo runs them: a range may end before the wait begins, which then blocks the rank for no time. Ranges
+    and posting calls of a kind are matched in order; where they are not equally many, none is.
+    """
+    sends = _spans_named(trace, trace.annotations, _SEND)
+    posted_ns, _, posted_kind = _ranges_of(trace, trace.operators, _POSTING)
+    marked = np.zeros(len(start_ns), np.bool_)
+    for code in distinct(kind).tolist():
+        rows, posts = np.flatnonzero(kind == code), np.sort(posted_ns[posted_kind == code])
+        if len(rows) == len(posts):
+            marked[rows[np.argsort(start_ns[rows], kind="stable")]] = intervals.contains(sends, posts)
+    return marked
+
+
+def _waits_by_kind(trace: Trace) -> dict[str, Spans]:
+    """Return the marked waits by what their channel posts: ``send_recv`` where that is not known, or several kinds."""
+    posted_ns, _, posted_kind = _ranges_of(trace, trace.operators, _POSTING)
+    waits: dict[str, Spans] = {}
+    for name in filter(WAIT.fullmatch, trace.names):
+        sends = _spans_named(trace, trace.annotations, re.compile(re.escape(name.replace("wait", "send", 1))))
+        codes = distinct(posted_kind[intervals.contains(sends, posted_ns)]).tolist()
+        kind = KINDS[codes[0]] if len(codes) == 1 else "send_recv"
+        spans = _spans_named(trace, trace.annotations, re.compile(re.escape(name)))
+        waits[kind] = intervals.merged(waits[kind], spans) if kind in waits else spans
+    return waits
 
 
 def communication_bounds(trace: Trace) -> tuple[Int64, Int64]:
@@ -295,7 +329,7 @@ def _spans_of_kinds(start: Int64, end: Int64, kind: Int8, kinds: tuple[str, ...]
 
 
 def _kind_times(start: Int64, end: Int64, kind: Int8, communication: CpuCommunication) -> dict[str, KindTime]:
-    """Return the totals of each kind that occurs, with the time marked as blocked as send/recv."""
+    """Return the totals of each kind that occurs, with the time marked as blocked in it."""
     start, end = np.concatenate((start, communication.start_ns)), np.concatenate((end, communication.end_ns))
     kind = np.concatenate((kind, communication.kind))
     result = {}
@@ -303,9 +337,9 @@ def _kind_times(start: Int64, end: Int64, kind: Int8, communication: CpuCommunic
         rows = kind == CODE[name]
         time, calls = int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows))
         busy = intervals.union(start[rows], end[rows])
-        if name == "send_recv" and len(communication.blocked):
-            time, calls = time + intervals.length_ns(communication.blocked), calls + communication.marks
-            busy = intervals.merged(busy, communication.blocked)
+        if blocked := communication.blocked_of_kind.get(name):
+            time, calls = time + intervals.length_ns(blocked), calls + len(blocked)
+            busy = intervals.merged(busy, blocked)
         if calls:
             result[name] = KindTime(time, calls, None, intervals.length_ns(busy))
     return result

@@ -85,6 +85,19 @@ class IdleParts(msgspec.Struct, frozen=True):
             return cause, HOST_CLASSES[self.event_class[row]], names[name_index] if name_index >= 0 else ""
         return cause, cause, BLOCKED_NAMES[name_index] if cause == BLOCKED else ""
 
+    def main_label(self, rows: Iterable[int], names: Sequence[str]) -> tuple[str, str, str]:
+        """Return the `label` with most of the time of some parts."""
+        times: dict[tuple[str, str, str], int] = defaultdict(int)
+        for row in rows:
+            times[self.label(row, names)] += int(self.end_ns[row] - self.start_ns[row])
+        return max(times, key=lambda label: times[label])
+
+
+def cause_text(cause: str, event_class: str, name: str) -> str:
+    """Return a label of idle time as text: ``host, launch call: cudaLaunchKernel``."""
+    text = f"{cause}, {event_class}" if cause == HOST else cause
+    return f"{text}: {name}" if name else text
+
 
 class IdleEvent(msgspec.Struct, frozen=True):
     """Totals of idle time with one cause and name."""

@@ -11,6 +11,7 @@ autograd node launched it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -247,31 +248,16 @@ def _candidates(trace: Trace) -> list[tuple[list[str], _Calls, int]]:
     return result
 
 
-class ExposedSpans(NamedTuple):
-    """Exposed communication of one rank as intervals, and its parts that are known to wait or to be on the wire."""
-
-    everything: Spans
-    wait: Spans
-    wire: Spans
-
-
-class Blocked(NamedTuple):
-    """Time that a device idled because of a peer's copy."""
-
-    activity: int
-    """Index of the hop's own copy among the activities of the trace."""
-    time_ns: int
-    part: str
-    """``wait``, ``wire``, or ``unsplit`` where it is not known which."""
-
-
 def device_layers(
-    classified: Classified, rows: TimedActivities, exposed: ExposedSpans, blocked: list[Blocked]
-) -> tuple[LayerTime, ...]:
+    classified: Classified, rows: TimedActivities, exposed: Spans, wait: Spans, wire: Spans,
+    blocked: Sequence[tuple[int, int, str]],
+) -> tuple[LayerTime, ...]:  # fmt: skip
     """Return the times of a GPU rank's layers, then those outside of all; empty where the trace shows no layers.
 
-    ``rows``: the window's activities. ``exposed``: exposed communication without the time that ``blocked`` lists.
-    Layers whose times are all 0 are left out.
+    ``rows``: the window's activities. ``exposed``: exposed communication without the time that ``blocked`` lists;
+    ``wait`` and ``wire`` are its parts that are known to wait or to be on the wire. ``blocked``: time that the device
+    idled because of a peer's copy, as (index of the hop's own copy among the trace's activities, nanoseconds, part);
+    the part is ``wait``, ``wire``, or ``unsplit``. Layers whose times are all 0 are left out.
     """
     trace, launch = classified.trace, classified.launch[rows.activity]
     if not (len(trace.modules.start_ns) or len(trace.annotations.start_ns)):
@@ -293,21 +279,21 @@ def device_layers(
         start, end, row = _tiles(rows.start_ns, rows.end_ns, mask)
         times.add(column, layer[row], end - start)
         if column == "communication":
-            covered = intervals.covered_ns(exposed.everything, start, end)
+            covered = intervals.covered_ns(exposed, start, end)
             times.add("exposed", layer[row], covered)
             times.add("exposed_backward", layer[row], np.where(in_backward[row], covered, 0))
-            times.add("wait", layer[row], intervals.covered_ns(exposed.wait, start, end))
-            times.add("wire", layer[row], intervals.covered_ns(exposed.wire, start, end))
+            times.add("wait", layer[row], intervals.covered_ns(wait, start, end))
+            times.add("wire", layer[row], intervals.covered_ns(wire, start, end))
     row_of = {activity: row for row, activity in enumerate(rows.activity.tolist())} if blocked else {}
-    for block in blocked:
-        index = row_of.get(block.activity, NONE)
+    for activity, time_ns, part in blocked:
+        index = row_of.get(activity, NONE)
         owner = layer[[index]] if index != NONE else np.array([NONE])
-        length = np.array([block.time_ns])
+        length = np.array([time_ns])
         times.add("exposed", owner, length)
         if index != NONE and in_backward[index]:
             times.add("exposed_backward", owner, length)
-        if block.part in ("wait", "wire"):
-            times.add(block.part, owner, length)
+        if part in ("wait", "wire"):
+            times.add(part, owner, length)
     return times.rows()
 
 

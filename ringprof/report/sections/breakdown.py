@@ -41,16 +41,20 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
 def _by_part(summary: Summary, style: TextStyle) -> str:
     *parts, wall = summary.parts
     unit_ns, unit = unit_for(wall.mean_ns)
-    ranks_differ = wall.min_ns != wall.max_ns
+    ranks_differ = any(part.min_ns != part.max_ns for part in summary.parts)
     times = rounded_to_sum([part.mean_ns / unit_ns for part in parts], wall.mean_ns / unit_ns, 3)
     # The verdict states the other shares, so computation absorbs the rounding error.
     shares = [round(100 * part.share, 1) for part in parts]
     shares[0] = max(0.0, 100 * wall.share - sum(shares[1:]))
+    ends_ns: dict[str, tuple[float, float]] = {part.name: (part.min_ns, part.max_ns) for part in summary.parts}
+    if summary.ranks[0].label.startswith("rank "):
+        # The same numbers as in the table by rank.
+        ends_ns |= {name: (min(times), max(times)) for name, times in _printed_ns(summary).items()}
     rows = []
     for part, time, share in zip(
         summary.parts, [*times, wall.mean_ns / unit_ns], [*shares, 100 * wall.share], strict=True
     ):
-        ends = [in_unit(part.min_ns, unit_ns), in_unit(part.max_ns, unit_ns)] if ranks_differ else []
+        ends = [in_unit(time_ns, unit_ns) for time_ns in ends_ns[part.name]] if ranks_differ else []
         rows.append([LABELS[part.name], f"{time:,.3f} {unit}", *ends, f"{share:.1f} %"])
     columns_width = sum(max(map(len, column)) + COLUMN_GAP for column in zip(*rows, strict=True))
     width = max(0, min(MAX_BAR_WIDTH, style.width - columns_width))
@@ -115,11 +119,24 @@ def _by_rank(summary: Summary) -> Table:
     if has_one_link:
         columns.append(Column("wire\nGB/s", "rate"))
     rows = [
-        [row.label, row.wall_ns, row.compute_ns, row.exposed_comm_ns, row.exposed_memory_ns, row.idle_ns,
-         row.overlap_ratio, *([row.wait_share] if has_waits else []), *([row.wire_gbps] if has_one_link else [])]
-        for row in summary.ranks
+        [row.label, row.wall_ns, *times_ns, row.overlap_ratio,
+         *([row.wait_share] if has_waits else []), *([row.wire_gbps] if has_one_link else [])]
+        for row, *times_ns in zip(summary.ranks, *_printed_ns(summary).values(), strict=True)
     ]  # fmt: skip
     return Table("by rank", columns, rows)
+
+
+def _printed_ns(summary: Summary) -> dict[str, list[float]]:
+    """Return the parts of every row's time by name, rounded for print so that they add up; statistics as they are."""
+    names = USUAL_PARTS
+    rows = [[getattr(row, f"{name}_ns") for name in names] for row in summary.ranks]
+    unit_ns, _ = unit_for(max(row.wall_ns for row in summary.ranks))
+    if summary.ranks[0].label.startswith("rank "):
+        rows = [
+            [time * unit_ns for time in rounded_to_sum([part / unit_ns for part in parts], sum(parts) / unit_ns, 3)]
+            for parts in rows
+        ]
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
 
 
 def _links(communication: Sequence[Communication]) -> set[str]:

@@ -27,9 +27,10 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
 def _summary_lines(figures: Inference) -> list[str]:
     """State the time and bytes per token, how fast the cache is read, and what bounds a step."""
     token_ns = figures.step_ns / figures.new_tokens
+    plural = "s" * (figures.new_tokens > 1)
     cost = (
         f"{figures.phase}, one attention layer: {duration(figures.step_ns)} per step of {figures.new_tokens:,} new"
-        f" tokens, {duration(token_ns)} per token ({figures.tokens_per_second:,.0f} tokens/s)"
+        f" token{plural}, {duration(token_ns)} per token ({figures.tokens_per_second:,.0f} tokens/s)"
     )
     if figures.sent_bytes_per_token is not None:
         cost += f"; {figures.sent_bytes_per_token:,.0f} bytes sent per token, by all ranks"

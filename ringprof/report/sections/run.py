@@ -209,13 +209,15 @@ def _cost_lines(run: Run, rates: Rates) -> list[str]:
 
 
 def _slowed_host_lines(findings: Findings) -> list[str]:
-    """State the time of computation, where a GPU run is much slower with the profiler than without it."""
+    """Say what the figures stand for where a run is much slower with the profiler: on GPUs the time of computation."""
     attribution, rates = findings.attribution, findings.summary.rates
     overhead, timed_ns = rates.profiler_overhead, rates.slowest_median_ns
-    recorded = attribution.run is not None and attribution.run.predicted is None and not attribution.on_cpu
+    recorded = attribution.run is not None and attribution.run.predicted is None
     complete = recorded and len(attribution.ranks) == attribution.world_size
     if overhead is None or timed_ns is None or overhead < _LARGE_OVERHEAD or not complete:
         return []
+    if attribution.on_cpu:
+        return [f"all shares are of the profiled iteration, not of the {duration(timed_ns)} without the profiler"]
     iterations = findings.summary.times_divisor
     compute_ns = fmean(rank.breakdown.compute_ns for rank in attribution.ranks) / iterations
     wall_ns = fmean(rank.breakdown.wall_ns for rank in attribution.ranks) / iterations

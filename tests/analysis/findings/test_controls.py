@@ -145,6 +145,20 @@ def test_profiler_cost_that_rounds_to_zero_is_as_fast():
     assert "without the profiler, as fast with it" in line(2_999_000)
     assert "without the profiler, 10.0 % faster with it" in line(2_700_000)
     assert "without the profiler, 10.0 % slower with it" in line(3_300_000)
+    assert "without the profiler, 18.3 times as slow with it" in line(54_900_000)
+
+
+def test_shares_of_a_cpu_run_are_said_to_be_of_a_much_slower_profiled_iteration():
+    def text(profiled_ns: int) -> str:
+        run = recorded_run(profiled=Profiled(iterations_ns=[[profiled_ns]] * 4))
+        builders = [
+            Builder(rank=rank).operate("aten::mm", 0, 1000).mark("ringprof::wait", 1000, 2000) for rank in range(4)
+        ]
+        attribution = attribute([b.mark("ringprof::iteration", 0, 2000).trace() for b in builders], run)
+        return " ".join(render(findings_in_memory(attribution), TextStyle(width=200)).split())
+
+    note = "all shares are of the profiled iteration, not of the 3.00 ms without the profiler"
+    assert note in text(54_900_000) and note not in text(3_300_000)
 
 
 def test_controls_survive_a_write_and_a_read(tmp_path):

@@ -49,7 +49,10 @@ def test_blocked_time_is_split_by_inter_and_intra_host_channel():
     assert links is not None and links.channels == ("kv_outer",)
     assert (links.between_hosts_ns, links.within_host_ns, links.leaving_bytes) == (500_000, 150_000, 2000)
     sentence = cpu_blocked_sentence(attribution)
-    assert "50.0 % of the time ranks are blocked in hops between hosts (kv_outer), 15.0 % in hops within" in sentence
+    assert (
+        "50.0 % of the time ranks are blocked in channels that cross hosts (kv_outer), 15.0 % in channels within"
+        in sentence
+    )
     assert "0.002 MB leave each host per iteration, 2 MB/s" in sentence  # 2000 bytes in 1 ms
     assert attribution.run is not None
     block = msgspec.structs.replace(attribution, run=msgspec.structs.replace(attribution.run, timings=None))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.recommendations import longest_on_wire, rate_to_hide
+from ringprof.analysis.findings.recommendations import rate_to_hide
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.run import Workload
@@ -87,7 +87,7 @@ def test_rates_of_thousands_have_no_exponent():
     # A GB of all ranks in 130 us of hops.
     assert wire.evidence == "on the wire with no computation beside it; send_recv 7,692 GB/s"
     # 250 MB of each rank beside 10 us.
-    assert rate_to_hide(run_findings.attribution, longest_on_wire(run_findings.summary)) == (
+    assert rate_to_hide(run_findings.attribution, run_findings.summary) == (
         "; 0.010 ms of computation can hide these bytes from 25,000 GB/s per rank on"
     )
 

@@ -148,6 +148,30 @@ def test_wait_mark_replaces_gloo_ranges_that_end_in_it():
     assert breakdown.kinds["all_reduce"].time_ns == 70
 
 
+def test_waiting_is_of_the_kind_that_the_channel_posts():
+    b = Builder(world_size=2).mark("ringprof::iteration", 0, 1000)
+    for channel, call, start in (("heads", "alltoall_base_", 0), ("kv", "send", 300), ("kv", "recv_", 400)):
+        b.mark(f"ringprof::send/{channel}", start, start + 20).operate(f"c10d::{call}", start + 5, start + 15)
+        b.mark(f"ringprof::wait/{channel}", start + 30, start + 80)
+    # What an unknown channel carries is not known.
+    kinds = rank_of(b.mark("ringprof::wait/other", 600, 610)).breakdown.kinds
+    assert {kind: (t.time_ns, t.calls) for kind, t in kinds.items()} == {"all_to_all": (50, 1), "send_recv": (110, 3)}
+
+
+def test_a_transfer_that_ends_before_its_wait_begins_exposes_nothing():
+    """Check an all-to-all of a strategy, beside a reduction of DDP: gloo's workers run both, off the rank's thread."""
+    b = Builder(world_size=2).mark("ringprof::iteration", 0, 1000)
+    b.mark("ringprof::send/heads", 100, 140).operate("c10d::alltoall_base_", 110, 130)
+    b.mark("gloo:all_to_all", 150, 400, thread=7).operate("aten::mm", 200, 300).mark("ringprof::wait/heads", 500, 510)
+    b.operate("c10d::allreduce_", 600, 610).mark("gloo:all_reduce", 620, 700, thread=7)
+    rank = rank_of(b)
+    assert rank.exposed.by_group == {("all_reduce", ""): 80}
+    assert (rank.breakdown.exposed_comm_ns, rank.breakdown.idle_ns) == (10 + 80, 1000 - 100 - 90)
+    # Without the posting call, nothing tells that the mark stands for the range.
+    b.operators = [row for row in b.operators if b.names[row[2]] != "c10d::alltoall_base_"]
+    assert rank_of(b).exposed.by_group == {("all_reduce", ""): 80, ("all_to_all", ""): 250 - 100}
+
+
 def test_compiled_graph_time_outside_operators_is_computation():
     """Check a product, a wait and a reduction inside a graph of torch.compile; idle before and after it."""
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000)
