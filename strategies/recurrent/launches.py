@@ -98,6 +98,21 @@ def _specialisation(value: Any) -> Any:
     return (value.dtype, value.data_ptr() % _ALIGNMENT) if isinstance(value, Tensor) else value
 
 
+class _HostTriton:
+    """Triton's arithmetic for grids in plain Python, which takes the host a tenth of the time; the rest is Triton's."""
+
+    @staticmethod
+    def cdiv(count: int, size: int) -> int:
+        return -(-count // size)
+
+    @staticmethod
+    def next_power_of_2(number: int) -> int:
+        return 1 << (number - 1).bit_length()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(triton, name)
+
+
 @cache
 def cached_kernel(kernel: KernelInterface[Any]) -> CachedKernel:
     """Return the one `CachedKernel` of a Triton kernel."""
@@ -115,7 +130,9 @@ def with_cached_kernels(function: _Function, package: str = "fla.ops") -> _Funct
     names = dict(plain.__globals__)
     for name in plain.__code__.co_names:
         value = names.get(name)
-        if isinstance(value, KernelInterface):
+        if value is triton:
+            names[name] = _HostTriton()
+        elif isinstance(value, KernelInterface):
             names[name] = cached_kernel(value)
         elif callable(value) and isinstance(inspect.unwrap(value), FunctionType):
             module = getattr(inspect.unwrap(value), "__module__", "") or ""

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,12 @@ import ringprof
 from ringprof import cli
 from ringprof.errors import VerificationError
 from ringprof.record.measure import counted_work, reset_counts, row_sums
-from ringprof.record.recurrence import RecurrenceResults, RecurrenceShard, recurrence_bodies
+from ringprof.record.recurrence import (
+    RecurrenceResults,
+    RecurrenceShard,
+    recurrence_bodies,
+    single_rank_strategy,
+)
 from ringprof.record.verify_recurrence import verify_recurrence, verify_timed_recurrence
 from ringprof.run import Workload, read_run
 from ringprof.strategies.recurrent.state_strategies import STRATEGIES
@@ -197,3 +203,12 @@ def test_a_recording_on_gpus_is_verified(strategy: str, tmp_path: Path) -> None:
     run = read_run(output)
     assert run.verification is not None and run.verification.timed is not None
     assert run.kernel == (None if strategy == "fla/cp" else "fla")
+
+
+def test_an_iteration_after_the_capture_is_a_replay_with_its_results() -> None:
+    shard = RecurrenceShard.create(single_rank_strategy("reference"), WORK, CPU, cuda_graph=True)
+    results = shard.run_iteration()
+    replays: list[int] = []
+    shard.graph_results.append(results)
+    shard.graph = SimpleNamespace(replay=lambda: replays.append(1))  # type: ignore[assignment]
+    assert shard.cuda_graph and shard.run_iteration() is results and replays == [1]

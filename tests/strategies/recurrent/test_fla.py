@@ -110,3 +110,13 @@ def test_the_convolution_of_fla_equals_float64(bounds: tuple[int, ...], batch: i
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(dtype))])
     for result, truth in zip(*results, strict=True):
         assert float((result.double() - truth).abs().max() / truth.abs().max()) < 1e-2
+
+
+def test_arithmetic_of_grids_is_that_of_triton() -> None:
+    triton = pytest.importorskip("triton")
+    from ringprof.strategies.recurrent.launches import _HostTriton
+
+    for number, size in product(range(1, 200), (1, 2, 3, 64, 65)):
+        assert _HostTriton.cdiv(number, size) == triton.cdiv(number, size)
+        assert _HostTriton.next_power_of_2(number) == triton.next_power_of_2(number)
+    assert _HostTriton().Config is triton.Config
