@@ -101,7 +101,10 @@ def scores(machine: Calibration) -> list[Score]:
     return result
 
 
-def measure_rows(operators: list[Operator], strategies: list[str], lengths: list[int], heads: int, stop: float) -> None:
+def measure_rows(
+    operators: list[Operator], strategies: list[str], lengths: list[int], heads: int, conv_width: int | None,
+    stop: float,
+) -> None:  # fmt: skip
     """Print a row for every operator, number of tokens per GPU and strategy, until ``stop`` of `time.time`."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -112,7 +115,7 @@ def measure_rows(operators: list[Operator], strategies: list[str], lengths: list
     for tokens in lengths:
         for operator in operators:
             for strategy in strategies:
-                workload = workload_of(operator, gpus * tokens, heads)
+                workload = workload_of(operator, gpus * tokens, heads, conv_width)
                 late = torch.tensor(float(time.time() > stop), device=device)
                 dist.all_reduce(late)
                 if late.item():
@@ -125,7 +128,17 @@ def measure_rows(operators: list[Operator], strategies: list[str], lengths: list
                 if dist.get_rank() == 0:
                     ms = round(statistics.median(times_ns) / 1e6, 3)
                     writer.writerow(
-                        [machine, operator, strategy, gpus, workload.seq, heads, "", ms, round(peak / 2**20)]
+                        [
+                            machine,
+                            operator,
+                            strategy,
+                            gpus,
+                            workload.seq,
+                            heads,
+                            conv_width or "",
+                            ms,
+                            round(peak / 2**20),
+                        ]
                     )
                     sys.stdout.flush()
                 del shard, measured
@@ -141,12 +154,13 @@ def main() -> None:
     parser.add_argument("--strategies", default="state-scan,state-ring,state-a2a")
     parser.add_argument("--tokens", default="12288,49152,98304")
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--conv-width", type=int)
     parser.add_argument("--seconds", type=float, default=1e6)
     options = parser.parse_args()
     if options.measure:
         measure_rows(
             options.operators.split(","), options.strategies.split(","), [int(x) for x in options.tokens.split(",")],
-            options.heads, time.time() + options.seconds,
+            options.heads, options.conv_width, time.time() + options.seconds,
         )  # fmt: skip
         return
     for machine in ("h100", "h200"):
