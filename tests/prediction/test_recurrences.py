@@ -27,6 +27,7 @@ from ringprof.prediction.calibration import (
     parse_calibration,
     read_calibration,
 )
+from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.measure_recurrences import (
     RecurrenceCase,
@@ -39,7 +40,7 @@ from ringprof.prediction.microbenchmark import Bench
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.query import Query
-from ringprof.prediction.recurrence_curves import RecurrenceCurves
+from ringprof.prediction.recurrence_curves import RECURRENCE_PASS_US, RecurrenceCurves, recurrence_curves_of
 from ringprof.prediction.schedules import schedule, schedule_of
 from ringprof.prediction.text import remarks
 from ringprof.record.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
@@ -214,6 +215,21 @@ def test_one_gpu_takes_the_time_of_its_curves() -> None:
     share = prediction.breakdown.forward["kernel"] / prediction.median_ns
     added = prediction_dict(prediction)["uncertainty"]["forward kernel"]
     assert 0.1 < share < 0.9 and forward["spread"] * share == pytest.approx(added, rel=0.1)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_host_pays_for_a_pass_at_its_first_part(backward: bool) -> None:
+    machine, workload = made_up(), query("state-scan", 2, backward=backward).workload
+    program, curves = schedule("state-scan", workload, 2).programs[0], recurrence_curves_of(machine, "fla")
+    call_us = machine.host.call_us.value
+    beyond = [
+        (op.phase, op.part, round(ns / 1e3 - op.calls * call_us - HOST_US, 6))
+        for op, ns in zip(program.ops, host_ns(machine, curves.kernel, program), strict=True)
+        if isinstance(op, RecurrenceOp) and op.part == "local"
+    ]  # fmt: skip
+    passes = ["forward", "backward"][: 1 + backward]
+    assert beyond[0] == ("forward", "local", RECURRENCE_PASS_US)
+    assert [phase for phase, _, us in beyond if us >= RECURRENCE_PASS_US] == passes
 
 
 def test_a_ring_of_states_waits_for_all_ranks_before_it() -> None:
