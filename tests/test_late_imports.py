@@ -26,7 +26,7 @@ OWN_SLOW = {
 """Modules of ringprof that a report of a trace in a terminal does not need (tests/cli/test_start.py)."""
 NOT_EVERYWHERE = {
     "pynvml", "zstandard", "compression", "flash_attn", "flash_attn_interface", "ring_flash_attn",
-    "transformer_engine", "yunchang",
+    "transformer_engine", "yunchang", "fla",
 }  # fmt: skip
 OTHERWISE = {
     "ringprof.cli": "signal handlers are installed before the commands are loaded",
