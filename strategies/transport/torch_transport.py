@@ -91,13 +91,13 @@ class TorchTransport:
         """Start to send a tensor to the next rank of a chain."""
         chain.meter.add(chain.channel, "send_recv", chain.link, tensor.nbytes)
         with annotate("send", chain.channel):
-            work = dist.isend(tensor, chain.following, group=self.group)
+            work = self.group.send([tensor], self._to, 0)
         return Hop([work], [tensor], None, chain.channel)
 
     def receive(self, chain: Channel, like: Tensor) -> Tensor:
         """Receive a tensor from the previous rank of a chain; wait for it."""
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
-        work = dist.irecv(received, chain.previous, group=self.group)
+        work = self.group.recv([received], self._source, 0)
         return Hop([work], [], received, chain.channel).wait()  # type: ignore[no-any-return]
 
     def collective(self, channel: Channel, operation: str, tensor: Tensor) -> Hop:
