@@ -4,8 +4,7 @@
     python benchmarks/recurrent_prediction.py                                             # compares all rows
 
 A row is timed as `ringprof record` times it: forward and backward, one iteration after another, the host included, the
-median over iterations of the slowest rank's time. The rows are in data/recurrent_runs.csv; those of h100 are lines
-`queued` of recurrent_speed.py on one GPU.
+median over iterations of the slowest rank's time. The rows are in data/recurrent_runs.csv.
 """
 
 from __future__ import annotations
