@@ -168,6 +168,8 @@ def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> R
     reason = strategy.why_unsupported(workload.seq, workload.heads, world)
     if workload.operator not in strategy.operators:
         reason = f"it computes {', '.join(strategy.operators)} alone"
+    elif request.cuda_graph and not strategy.counts_all_sent:
+        reason = "no CUDA graph of another package's calls has been tried (record it without --cuda-graph)"
     elif workload.batch > 1 and not strategy.takes_batches:
         reason = f"it takes one batch entry, not {workload.batch}"
     local = workload.seq // world

@@ -388,5 +388,7 @@ def _launch_idle_advice(attribution: Attribution) -> str:
 def _may_capture(run: Run, strategy: StrategyUsed) -> bool:
     """Return whether `ringprof record --cuda-graph` accepts the run and was not used for it."""
     work = run.workload
-    is_refused = work is not None and (work.layer is not None or work.sequences is not None)
+    # Peers, of other packages, have a slash in their names.
+    is_peer = work is not None and work.recurrent and "/" in strategy.name
+    is_refused = is_peer or (work is not None and (work.layer is not None or work.sequences is not None))
     return not strategy.cuda_graph and strategy.hops != "copy" and not is_refused
