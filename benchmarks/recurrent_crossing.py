@@ -1,9 +1,9 @@
-"""Predict from which sequence length a gated delta net takes less time than attention, and what both send.
+"""Predict from which sequence length a gated delta net takes less time than attention.
 
     python benchmarks/recurrent_crossing.py                  # the table of docs/hybrid-models.md
     python benchmarks/recurrent_crossing.py --heads 32 --gpus 4
 
-Both have as many heads of 128, forward and backward, by the curves of the bundled `h100` (one host): the gated delta
+Both have as many heads of 128, forward and backward, by the curves of the bundled `h200` (one host): the gated delta
 net with `state-scan`, attention (causal, flash-attn 3) with the faster of zigzag and ulysses. Projections, norms and
 the short convolution are left out of both. Needs no GPU.
 """
@@ -12,61 +12,54 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
 from ringprof.errors import RingprofError
 from ringprof.prediction.calibration import Calibration, read_calibration
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.predict import PredictionResult, predict
+from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.run import Workload
 
-LENGTHS = (8192, 16384, 32768, 65536, 131072, 524288)
+LENGTHS = (8192, 16384, 32768, 65536, 131072)
 ATTENTION = ("zigzag", "ulysses")
 
 
 class Row(NamedTuple):
-    """Predicted milliseconds of one layer's attention and recurrence, with the shares that wait for transfers."""
+    """Predicted milliseconds of one layer's attention and recurrence."""
 
     gpus: int
     tokens: int
     strategy: str
     """The faster strategy of attention."""
     attention_ms: float
-    attention_share: float
     recurrence_ms: float
-    recurrence_share: float
 
 
 def row(machine: Calibration, gpus: int, tokens: int, heads: int) -> Row:
     """Predict one length. Raises `RingprofError` where no strategy of attention can be predicted."""
-    attempts: list[tuple[float, str, PredictionResult]] = []
+    attempts: list[tuple[float, str]] = []
     for strategy in ATTENTION:
-        try:
-            result = _predict(machine, strategy, gpus, tokens, heads, recurrent=False)
-        except RingprofError:
-            continue
-        attempts.append((result.median_ns, strategy, result))
+        with suppress(RingprofError):
+            attempts.append((_predict_ms(machine, strategy, gpus, tokens, heads, recurrent=False), strategy))
     if not attempts:
         raise RingprofError(f"{tokens} tokens on {gpus} GPUs: no attention can be predicted")
-    time_ns, strategy, attention = min(attempts, key=lambda attempt: attempt[:2])
-    recurrence = _predict(machine, "state-scan", gpus, tokens, heads, recurrent=True)
-    return Row(
-        gpus, tokens, strategy, time_ns / 1e6, attention.exposed_share, recurrence.median_ns / 1e6,
-        recurrence.exposed_share,
-    )  # fmt: skip
+    attention_ms, strategy = min(attempts)
+    recurrence_ms = _predict_ms(machine, "state-scan", gpus, tokens, heads, recurrent=True)
+    return Row(gpus, tokens, strategy, attention_ms, recurrence_ms)
 
 
-def _predict(
+def _predict_ms(
     machine: Calibration, strategy: str, gpus: int, tokens: int, heads: int, *, recurrent: bool
-) -> PredictionResult:  # fmt: skip
+) -> float:  # fmt: skip
     workload = Workload(
         seq=tokens, heads=heads, kv_heads=heads, head_dim=128, operator="gdn" if recurrent else "attention"
     )
     query = Query(strategy, workload, Cluster(hosts=1, gpus_per_host=gpus), "auto", "auto")
-    return predict(query, machine, schedule_of, draws=3)
+    return predict(query, machine, schedule_of, draws=3).median_ns / 1e6
 
 
 def crossing(rows: list[Row]) -> float | None:
@@ -81,15 +74,14 @@ def crossing(rows: list[Row]) -> float | None:
 def table(machine: Calibration, counts: list[int], heads: int) -> str:
     """Return the table in Markdown, and a sentence with the crossing point for every number of GPUs."""
     lines = [
-        "| GPUs | tokens | attention, ms | waits | gated delta net, ms | waits | attention / gated delta net |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| GPUs | tokens | attention, ms | gated delta net, ms | ratio |",
+        "| ---: | ---: | ---: | ---: | ---: |",
     ]
     crossings = []
     for gpus in counts:
         rows = [row(machine, gpus, tokens, heads) for tokens in LENGTHS if tokens // gpus >= 2048]
         lines += [
-            f"| {each.gpus} | {each.tokens:,} | {each.attention_ms:.2f} ({each.strategy}) |"
-            f" {each.attention_share:.0%} | {each.recurrence_ms:.2f} | {each.recurrence_share:.0%} |"
+            f"| {each.gpus} | {each.tokens:,} | {each.attention_ms:.2f} ({each.strategy}) | {each.recurrence_ms:.2f} |"
             f" {each.attention_ms / each.recurrence_ms:.1f} |"
             for each in rows
         ]
@@ -108,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--gpus", default="2,8")
-    parser.add_argument("--machine", default="h100")
+    parser.add_argument("--machine", default="h200")
     options = parser.parse_args()
     print(table(read_calibration(options.machine), [int(count) for count in options.gpus.split(",")], options.heads))
 

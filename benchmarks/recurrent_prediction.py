@@ -1,7 +1,7 @@
 """Time recurrences on GPUs of one host, and compare predicted times with measured ones, which no curve has seen.
 
     torchrun --nproc-per-node 2 benchmarks/recurrent_prediction.py --measure --tokens 12288,49152   # prints rows
-    python benchmarks/recurrent_prediction.py                                                # compares data/*.csv
+    python benchmarks/recurrent_prediction.py                                             # compares all rows
 
 A row is timed as `ringprof record` times it: forward and backward, one iteration after another, the host included, the
 median over iterations of the slowest rank's time. The rows are in data/recurrent_runs.csv.
@@ -49,8 +49,8 @@ class Score(NamedTuple):
     interval_ms: tuple[float, float, float]
     """10th, 50th and 90th percentile of the prediction."""
     host_bound: bool
-    memory_ratio: float | None
-    """Predicted over measured peak memory of a rank."""
+    memory_mib: tuple[float, float] | None
+    """Peak memory of a rank, measured and predicted."""
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ def scores(machine: Calibration) -> list[Score]:
         workload, gpus = workload_of(row["operator"], int(row["seq"]), int(row["heads"]), width), int(row["gpus"])  # type: ignore[arg-type]
         query = Query(row["strategy"], workload, Cluster(hosts=1, gpus_per_host=gpus))
         prediction = predict(query, machine, schedule_of, draws=5)
-        memory = prediction.peak_bytes / 2**20 / float(row["peak_mib"]) if row["peak_mib"] else None
+        memory = (float(row["peak_mib"]), prediction.peak_bytes / 2**20) if row["peak_mib"] else None
         result.append(Score(
             machine.name, workload, row["strategy"], gpus, float(row["ms"]), prediction.interval_ms,
             prediction.host_bound, memory,
@@ -100,7 +100,10 @@ def scores(machine: Calibration) -> list[Score]:
     return result
 
 
-def measure_rows(operators: list[Operator], strategies: list[str], lengths: list[int], heads: int, stop: float) -> None:
+def measure_rows(
+    operators: list[Operator], strategies: list[str], lengths: list[int], heads: int, conv_width: int | None,
+    stop: float,
+) -> None:  # fmt: skip
     """Print a row for every operator, number of tokens per GPU and strategy, until ``stop`` of `time.time`."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -111,7 +114,7 @@ def measure_rows(operators: list[Operator], strategies: list[str], lengths: list
     for tokens in lengths:
         for operator in operators:
             for strategy in strategies:
-                workload = workload_of(operator, gpus * tokens, heads)
+                workload = workload_of(operator, gpus * tokens, heads, conv_width)
                 late = torch.tensor(float(time.time() > stop), device=device)
                 dist.all_reduce(late)
                 if late.item():
@@ -124,7 +127,17 @@ def measure_rows(operators: list[Operator], strategies: list[str], lengths: list
                 if dist.get_rank() == 0:
                     ms = round(statistics.median(times_ns) / 1e6, 3)
                     writer.writerow(
-                        [machine, operator, strategy, gpus, workload.seq, heads, "", ms, round(peak / 2**20)]
+                        [
+                            machine,
+                            operator,
+                            strategy,
+                            gpus,
+                            workload.seq,
+                            heads,
+                            conv_width or "",
+                            ms,
+                            round(peak / 2**20),
+                        ]
                     )
                     sys.stdout.flush()
                 del shard, measured
@@ -140,12 +153,13 @@ def main() -> None:
     parser.add_argument("--strategies", default="state-scan,state-ring,state-a2a")
     parser.add_argument("--tokens", default="12288,49152,98304")
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--conv-width", type=int)
     parser.add_argument("--seconds", type=float, default=1e6)
     options = parser.parse_args()
     if options.measure:
         measure_rows(
             options.operators.split(","), options.strategies.split(","), [int(x) for x in options.tokens.split(",")],
-            options.heads, time.time() + options.seconds,
+            options.heads, options.conv_width, time.time() + options.seconds,
         )  # fmt: skip
         return
     for machine in ("h100", "h200"):
@@ -153,7 +167,9 @@ def main() -> None:
         for score in every:
             inside = "inside" if score.inside else "outside"
             bound = "host" if score.host_bound else "device"
-            memory = "" if score.memory_ratio is None else f", memory {score.memory_ratio - 1:+.1%}"
+            memory = ""
+            if score.memory_mib:
+                memory = ", memory {:.0f} MiB, predicted {:.0f}".format(*score.memory_mib)
             print(
                 f"{machine} {score.name:34} measured {score.measured_ms:8.3f} ms, predicted"
                 f" {score.interval_ms[1]:8.3f} ({score.error:+.1%}, {inside}, bound by the {bound}{memory})"

@@ -61,14 +61,6 @@ NIC = Link(
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
 OTHER_HEADS = "ringprof calibrate, 2 H200, 2026-11-22, torch 2.11 (benchmarks/data/h200_heads.csv)"
 RECURRENCES = "ringprof calibrate, one {}, 2026-11-26, Triton 3.7.1, fla 0.6"
-FASTER_DELTA_SCAN = Value(
-    0.44, 0.1, "assumed",
-    "times 0.44: after a change it took 0.42 of the time at 16,384 tokens on 2 H200, and about 0.48 at 65,536 by an"
-    " H100's kernels",
-)  # fmt: skip
-"""Time of the gated delta rule's forward local scan with effects of pieces, relative to h200_recurrences.csv."""
-ONE_PIECE = 2048
-"""Tokens up to which h200_recurrences.csv has one piece."""
 THROTTLING_SOURCE = (
     "ringprof calibrate, 2 H200: 89 shapes of cuDNN, 61 of flash-attn, by how long the device had computed before"
 )
@@ -175,23 +167,7 @@ def _recurrences(device: str) -> list[RecurrenceCurve]:
         )
         for row in _rows(f"{device}_recurrences.csv")
     ]  # fmt: skip
-    curves = curves_from(samples, RECURRENCES.format(device.upper()))
-    return [_with_faster_scan(curve) for curve in curves] if device == "h200" else curves
-
-
-def _with_faster_scan(curve: RecurrenceCurve) -> RecurrenceCurve:
-    """Scale the forward local scan of the gated delta rule, which was measured before its last change."""
-    if (curve.operator, curve.phase, curve.part) != ("gated_delta_rule", "forward", "local"):
-        return curve
-    points = [
-        # A rank that sends no state and has one piece computes no effects.
-        point if not curve.sends and point.tokens <= ONE_PIECE else msgspec.structs.replace(
-            point, ns=round(point.ns * FASTER_DELTA_SCAN.value), spread=FASTER_DELTA_SCAN.spread
-        )
-        for point in curve.points
-    ]  # fmt: skip
-    source = f"{curve.source}, {FASTER_DELTA_SCAN.source}"
-    return msgspec.structs.replace(curve, points=points, origin="assumed", source=source)
+    return curves_from(samples, RECURRENCES.format(device.upper()))
 
 
 def _on_other_hopper(samples: list[KernelSample], device: str) -> list[KernelSample]:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value
-from ringprof.prediction.recurrence_curves import recurrence_curves_of
+from ringprof.prediction.recurrence_curves import RECURRENCE_PASS_US, recurrence_curves_of
 from ringprof.record.dryrun.schedule import CommStart, ComputeOp, MemoryOp, Op, Program, RecurrenceOp
 
 _START_KINDS = {"send_recv": "post_us", "chain": "post_us", "copy": "copy_us"}
@@ -60,6 +60,12 @@ def host_ns(calibration: Calibration, kernel: KernelFigures, program: Program) -
         return us_by_kind[op_kind(op)]
 
     times_ns = [(own_us(op) + op.calls * us_by_kind["call_us"]) * 1e3 for op in program.ops]
+    for phase in ("forward", "backward"):
+        first_part = next(
+            (i for i, op in enumerate(program.ops) if isinstance(op, RecurrenceOp) and op.phase == phase), None
+        )
+        if first_part is not None:
+            times_ns[first_part] += RECURRENCE_PASS_US * 1e3
     first = _first_backward(program)
     if first is not None:
         times_ns[first] += us_by_kind["autograd_us"] * 1e3

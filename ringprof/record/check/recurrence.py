@@ -149,10 +149,11 @@ class ChunkedRecurrence(DenseRecurrence):
         run = checkpoint if torch.is_grad_enabled() and step < tokens else _call
         options = {} if run is _call else {"use_reentrant": False}
         outputs, state = [], initial_state
-        for first in range(0, tokens, step):
+        # The gradients of a split are joined at once; those of slices would be added up, each as long as the sequence.
+        parts = [[None] * -(-tokens // step) if x is None else torch.split(x, step, 1) for x in (q, k, v, g, beta)]
+        for first, *tensors in zip(range(0, tokens, step), *parts, strict=True):
             end = min(first + step, tokens)
             inner = [0, *(bound - first for bound in bounds if first < bound < end), end - first]
-            tensors = [None if x is None else x[:, first:end] for x in (q, k, v, g, beta)]
             before = None if first and first in bounds else state
             out, state = run(_scan_chunks, before, scale, inner, size, *tensors, **options)
             outputs.append(out)
