@@ -448,7 +448,9 @@ def _resized(cluster: Cluster, ranks: int) -> Cluster:
     if cluster.hosts == 1:
         return replace(cluster, gpus_per_host=ranks)
     if cluster.gpus_per_host > SMALL_RANKS:
-        return replace(cluster, hosts=2, gpus_per_host=ranks // 2)
+        # A ring over two hosts has one hop between them, and holds less than one over more hosts.
+        hosts = 4 if cluster.hosts >= 4 else 2
+        return replace(cluster, hosts=hosts, gpus_per_host=ranks // hosts)
     return replace(cluster, hosts=max(ranks // cluster.gpus_per_host, ranks // SMALL_RANKS * 2))
 
 

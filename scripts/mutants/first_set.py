@@ -8,7 +8,7 @@ ANALYSIS, TRACE, PREDICTION, RECORD = (f"ringprof/{name}" for name in ("analysis
 
 RULES = [
     # --- analysis ---------------------------------------------------------------------------------------
-    Rule(f"{ANALYSIS}/findings/waterfall.py", "hidden_ns=max(mean_ns, *(parts.on_wire_ns for parts in rank_parts)),",
+    Rule(f"{ANALYSIS}/findings/waterfall.py", "hidden_ns=max(mean_ns, *(rank.exposed.on_wire_ns for rank in ranks)),",
          "hidden_ns=mean_ns,",
          "the bound for perfect overlap lies below the time on the wire"),
     Rule(f"{ANALYSIS}/findings/waterfall.py",
@@ -97,10 +97,8 @@ RULES = [
     Rule(f"{PREDICTION}/host_model.py", '(own_us(op) + op.calls * us_by_kind["call_us"]) * 1e3',
          "own_us(op) * 1e3",
          "views and allocations cost the host nothing"),
-    Rule(f"{PREDICTION}/predict.py", "(peaks[1] - peaks[0]) * (ranks / large_ranks - 1)",
-         "(peaks[1] - peaks[0]) * (ranks / large_ranks)",
-         "nothing: the two dry runs that are set against each other agree for all strategies that grow with the ranks",
-         equivalent=True),
+    Rule(f"{PREDICTION}/predict.py", "more_bytes * (ranks / large_ranks - 1)", "more_bytes * (ranks / large_ranks)",
+         "the memory of a large cluster grows by one part of 32 ranks too much"),
     Rule(f"{PREDICTION}/advise.py", "and degree <= workload.heads)", "and degree <= workload.kv_heads)",
          "advise never proposes a Ulysses degree beyond the kv heads",
          test="tests/prediction/test_commands.py"),

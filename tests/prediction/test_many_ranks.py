@@ -89,3 +89,27 @@ def test_copied_hops_are_left_out_only_where_they_are_slow() -> None:
     for label in left_out:
         slow = predict(copied[label], machine, cache.of, draws=1)
         assert slow.median_ns > 1.7 * choices[0].prediction.median_ns
+
+
+@pytest.mark.parametrize("strategy", ["double-ring", "burst", "megatron"])
+@pytest.mark.parametrize(("hosts", "gpus_per_host"), [(16, 8), (2, 64), (8, 32)])
+def test_memory_of_many_ranks_is_that_of_their_own_dry_run(strategy: str, hosts: int, gpus_per_host: int) -> None:
+    """Smaller clusters stand for the large one; the truth is the code of ranks of the whole cluster."""
+    cluster = Cluster(hosts=hosts, gpus_per_host=gpus_per_host, nic_gbit=400.0)
+    workload = Workload(seq=1 << 20, heads=16, kv_heads=8, head_dim=128)
+    query, cache = Query(strategy, workload, cluster, "flash-attn-3", "nccl"), ScheduleCache()
+    predicted = predict(query, read_calibration("h100"), cache.of, draws=1)
+    ranks = [0, 1, gpus_per_host - 1, gpus_per_host, cluster.size - 1]
+    assert predicted.peak_bytes == max(program.peak_bytes for program in cache.of(query, cluster, ranks).programs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["double-ring", "zigzag"])
+def test_few_large_nodes_stand_for_more(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four nodes of 32 GPUs 32 ranks are simulated; the truth is a simulation of all 128."""
+    cluster = Cluster(hosts=4, gpus_per_host=32, nic_gbit=400.0)
+    query = Query(strategy, Workload(seq=1 << 19, heads=16, kv_heads=8, head_dim=128), cluster, "flash-attn-3", "nccl")
+    machine, cache = read_calibration("h100"), ScheduleCache()
+    few = predict(query, machine, cache.of, draws=1)
+    monkeypatch.setattr("ringprof.prediction.predict.MAX_SIMULATED_RANKS", cluster.size)
+    assert few.median_ns == pytest.approx(predict(query, machine, cache.of, draws=1).median_ns, rel=0.005)
