@@ -138,7 +138,7 @@ def check(rank: int, device: Any, operators: list[str], strategies: dict[str, An
 
 
 class Replay:
-    """Passes of one competitor as replays of a CUDA graph, which is captured at the first."""
+    """Passes of one competitor as replays of a CUDA graph, which the first call captures."""
 
     def __init__(self, function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> None:
         self.function, self.inputs, self.dout = function, inputs, dout
