@@ -41,7 +41,8 @@ def test_advise_takes_the_aliases(monkeypatch):
     monkeypatch.setattr("ringprof.prediction.advise.candidates", lambda *_: iter(queries))
     nothing: Any = None
     with pytest.raises(UnknownStrategyError, match="no strategy 'megatron'"):
-        advise(Workload(seq=4096, heads=8, kv_heads=8, head_dim=64), nothing, nothing, nothing, strategies=["p2p"])
+        workload = Workload(seq=4096, heads=8, kv_heads=8, head_dim=64)
+        advise(workload, nothing, nothing, nothing, memory_bytes=1, strategies=["p2p"])
 
 
 def test_striped_is_the_stripe_layout():
