@@ -1,4 +1,4 @@
-"""Time recurrences on GPUs of one host, and compare predicted times with measured ones, which no curve has seen.
+"""Time recurrences on GPUs of one host, and compare predicted times with measured ones that no curve is fitted to.
 
     torchrun --nproc-per-node 2 benchmarks/recurrent_prediction.py --measure --tokens 12288,49152   # prints rows
     python benchmarks/recurrent_prediction.py                                             # compares all rows
@@ -147,14 +147,14 @@ def measure_rows(
 
 def main() -> None:
     """Measure rows, or print every row and the errors by machine and tokens per GPU."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--measure", action="store_true")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="under torchrun: time rows and print them as CSV")
     parser.add_argument("--operators", default=",".join(OPERATORS))
     parser.add_argument("--strategies", default="state-scan,state-ring,state-a2a")
-    parser.add_argument("--tokens", default="12288,49152,98304")
+    parser.add_argument("--tokens", default="12288,49152,98304", help="tokens per GPU")
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--conv-width", type=int)
-    parser.add_argument("--seconds", type=float, default=1e6)
+    parser.add_argument("--conv-width", type=int, help="weights of a convolution before the recurrence (default: none)")
+    parser.add_argument("--seconds", type=float, default=1e6, help="begin no row after so many seconds")
     options = parser.parse_args()
     if options.measure:
         measure_rows(

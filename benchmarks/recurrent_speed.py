@@ -138,7 +138,7 @@ def check(rank: int, device: Any, operators: list[str], strategies: dict[str, An
 
 
 class Replay:
-    """Passes of one competitor as replays of a CUDA graph, which is captured at the first."""
+    """Passes of one competitor as replays of a CUDA graph, which the first call captures."""
 
     def __init__(self, function: Callable[..., Any], inputs: list[Tensor], dout: Tensor) -> None:
         self.function, self.inputs, self.dout = function, inputs, dout
@@ -235,13 +235,15 @@ def speed(
 
 def main() -> None:
     """Run what the options ask for."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--tokens", default="")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare every strategy with float64")
+    parser.add_argument("--tokens", default="", help="tokens per GPU to time, separated by commas")
     parser.add_argument("--operators", default=",".join(OPERATORS))
     parser.add_argument("--strategies", default=",".join([*STRATEGIES, *PEERS]))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--graph", action="store_true")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of five passes per competitor, four of them timed"
+    )
+    parser.add_argument("--graph", action="store_true", help="also time replays of a CUDA graph")
     parser.add_argument("--allow-triton", action="store_true")
     options = parser.parse_args()
     if options.allow_triton:

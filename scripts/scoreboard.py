@@ -23,7 +23,7 @@ _LEAST, _MOST = 0.75, 0.85
 """Shares inside the 80 % interval between which a family passes."""
 _WORST = 20
 QUESTIONS = {
-    "attention on one node of H200 or H100, by curves that no run of these is in": (
+    "attention on one node of H200 or H100, by curves fitted to none of these runs": (
         "shapes", "short", "later", "last", "h100_shapes", "h200_later", "h200_kernels", "grid",
     ),
     "the same where the host decides, mostly below 5 ms": ("host", "host_elsewhere", "grid_host"),
@@ -150,7 +150,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def with_tables(name: str, page: str) -> str:
-    """Return a page of docs/ with new tables behind its marks."""
+    """Return a page of docs/ with its generated tables renewed."""
     for table, create in GENERATED[name].items():
         begin = f"<!-- {table}: python -m scripts.scoreboard -->\n"
         before, _, rest = page.partition(begin)

@@ -365,10 +365,10 @@ def _median_bound(field: str, bounds: Sequence[Bounds]) -> float | None:
 
 
 def _lateness(matches: Matches, by_key: dict[Key, Operation], *, same_clock: bool) -> tuple[list[Lateness], str]:
-    """Return which rank came last in each operation that all its ranks are known of.
+    """Return the rank that came last in each complete operation, and what shows it: ``posted`` or ``time``.
 
-    By the times of posting where they are known. Else by the times on the device: an operation that ends on all ranks
-    together takes least time on the rank that began it last.
+    ``posted``: the times of posting, where the ranks' clocks agree and these times are known. ``time``: the times on
+    the device, because an operation that ends on all ranks together takes least time on the rank that began it last.
     """
     complete = [match for match in matches.matched if match.complete]
     posted = [item for match in complete if same_clock and (item := _last(match, by_key, "posted_ns", 1))]
@@ -515,5 +515,5 @@ def _unfinished_sentences(
         label = labels.get(first.operation.group, first.operation.group)
         yield (
             f"All ranks had posted {place_of(first)} of group {label}: it was running, or the network or a kernel"
-            " before it stands. Two dumps some seconds apart tell these apart."
+            " before it hangs. Two dumps some seconds apart show which."
         )

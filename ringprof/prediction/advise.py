@@ -148,7 +148,7 @@ class Advice:
         return f"{self.choices[1].label} takes {behind} longer: {parts}"
 
     def commands(self) -> dict[str, str]:
-        """Return what runs the first choice, and the best choice that each other program has, by program."""
+        """Return the command that runs the first choice, and other programs' flags for their best choice."""
         own = record_command(self.first.prediction.query)
         commands = {"ringprof": own} if own else {}
         done: set[str] = set()
@@ -359,7 +359,8 @@ def _sweep(
 ) -> Iterator[Point]:  # fmt: skip
     """Yield the predictions at each value of an axis (``lengths``, ``NICs``, ``hosts``) that is not refused.
 
-    Those from few ranks are scaled by what all ranks take over few ranks in ``predictions``.
+    A prediction from few ranks is multiplied by the ratio of the two kinds at the unchanged query: all ranks, as in
+    ``predictions``, over few ranks.
     """
 
     def changed(query: Query, value: float) -> Query:

@@ -83,6 +83,7 @@ class _Breakdown:
 
     @property
     def whole_ns(self) -> float:
+        """Nanoseconds of all parts of all phases."""
         return sum(sum(parts.values()) for parts in self.phases.values())
 
     def total(self, *parts: str) -> float:

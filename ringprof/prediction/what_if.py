@@ -111,11 +111,11 @@ class WhatIf:
 def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatIf:
     """Replay a run, and replay it with changes. Raises `UsageError` for a change that does not apply to it.
 
-    The range has two sources. The replay itself is off by a known factor, in which the changed run may be off, too, in
-    either direction. And what is not taken from the run comes from the machine's figures: both replays are repeated
-    with `_DRAWS` machines whose figures lie apart by their spreads, and the middle four fifths of the ratios count. The
-    spread of both kernels' curves is added in squares for another kernel. For another transport of hops alone, it is
-    the errors of recorded pairs, which makes the range an 80 % interval.
+    The range has two sources. The replay of the unchanged run is off by a known factor, and the changed run may be off
+    by as much in either direction. What is not taken from the run comes from the machine's figures: both replays are
+    repeated with `_DRAWS` machines, whose figures are drawn by their spreads, and the middle 80 % of the ratios count.
+    For another kernel, the spread of both kernels' curves is added in quadrature. For another transport of hops alone,
+    the errors of recorded pairs are added instead, which makes the range an 80 % interval.
     """
     _check_changes(observed, machine, changes)
     recorded = max(rank.wall_ns for rank in observed.ranks)

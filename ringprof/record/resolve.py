@@ -134,7 +134,9 @@ def _check_cuda_graph(request: RecordRequest, device: str) -> None:
     if device == "cpu":
         raise UsageError("--cuda-graph needs GPUs")
     if request.hops == "copy":
-        raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
+        raise UsageError(
+            "--cuda-graph: hops by copy engine need increasing counters, which a graph cannot replay: use --hops nccl"
+        )
     if request.controls:
         raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
 

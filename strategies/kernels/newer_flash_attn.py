@@ -1,4 +1,4 @@
-"""Kernels of flash-attn 3 and 4, called by the functions below their autograd.
+"""Kernels of flash-attn 3 and 4, called by the functions that their own autograd functions call.
 
 A recording checks the results of every kernel before it measures them, including these.
 

@@ -23,7 +23,8 @@ def convolve(
     """Convolve x (B, S, C), which follows halo (B, W - 1, C), with weight (C, W); add bias (C). Return (B, S, C).
 
     ``bounds`` are the cumulative lengths of the documents' parts in x, of which only the first sees the halo.
-    ``by_fla`` allows the kernel of flash-linear-attention; several documents in several batch entries take torch.
+    ``by_fla`` allows the kernel of flash-linear-attention. Several documents in several batch entries are computed by
+    torch, and so are weights with W = 1.
     """
     if by_fla and weight.shape[1] > 1 and (len(bounds) == 2 or x.shape[0] == 1):
         return _convolve_by_fla(x, halo, weight, bias, bounds)
@@ -55,7 +56,7 @@ def _convolve_by_fla(
 
 @lru_cache(maxsize=8)
 def _tokens_since_border(bounds: tuple[int, ...], most: int, device: torch.device) -> Tensor:
-    """Return the tokens between every token and the last border of documents; ``most`` before the first border."""
+    """Return each token's distance from the start of its document (int64, S); ``most`` in the first document."""
     positions = torch.arange(bounds[-1], device=device)
     inner = torch.tensor(bounds[1:-1], device=device)
     index = torch.searchsorted(inner, positions, right=True)

@@ -217,7 +217,7 @@ _FORWARD_SCAN, _BACKWARD_SCAN = cached_kernel(chunk_fwd_kernel_h), cached_kernel
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """Grid and arguments of `_FORWARD_SCAN` and `_BACKWARD_SCAN` that are no tensors of tokens and states."""
+    """Grid of `_FORWARD_SCAN` or `_BACKWARD_SCAN`, and its arguments other than the tensors of tokens and states."""
 
     grid: Callable[[dict[str, Any]], tuple[int]]
     arguments: dict[str, Any]

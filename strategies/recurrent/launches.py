@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without the search that Triton repeats at every call.
+"""Launches of Triton kernels without the search for the compiled kernel that Triton repeats at every call.
 
 At each call Triton computes heuristics, looks up the tuned configuration, and inspects every argument for the compiled
 kernel that fits. For short sequences that takes longer than the kernel runs. `CachedKernel` searches once for all calls
@@ -43,7 +43,7 @@ class _Launch:
 
 
 class CachedKernel:
-    """Triton kernel that is launched as ``kernel[grid](name=value, ...)``, by names only."""
+    """Triton kernel that keeps its compiled kernels; launched as ``kernel[grid](name=value, ...)``, by names only."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -68,7 +68,7 @@ class CachedKernel:
         launch.compiled[(*blocks, 1, 1)[:3]](*ordered)
 
     def _search(self, key: Any, grid: Any, arguments: dict[str, Any]) -> None:
-        """Launch the kernel by Triton, and remember what Triton found."""
+        """Launch the kernel through Triton, and cache the compiled kernel and the arguments that Triton chose."""
         compiled = self._kernel[grid](**arguments)
         values, layer = dict(arguments), self._kernel
         while not isinstance(layer, JITFunction):
@@ -94,12 +94,12 @@ class CachedKernel:
 
 
 def _specialisation(value: Any) -> Any:
-    """Return what a compiled kernel can depend on of an argument, beside its type."""
+    """Return what of an argument a compiled kernel can depend on besides its type."""
     return (value.dtype, value.data_ptr() % _ALIGNMENT) if isinstance(value, Tensor) else value
 
 
 class _HostTriton:
-    """Triton's arithmetic for grids in plain Python, which takes the host a tenth of the time; the rest is Triton's."""
+    """Triton's arithmetic for grids in plain Python, in a tenth of the host time; other names are Triton's."""
 
     @staticmethod
     def cdiv(count: int, size: int) -> int:

@@ -135,7 +135,7 @@ class CopyHop:
     """One transfer in flight. `wait` returns what arrived, once."""
 
     def __init__(self, ring: CopyRing, sent: Message, received: list[Tensor], over: Any) -> None:
-        """Hold what is ``sent`` until `wait`; ``over`` is an event after the hop, on the ring's stream."""
+        """Keep ``sent`` alive until `wait`; ``over`` is the event recorded after the hop on the ring's stream."""
         self._ring, self._received, self._over = ring, received, over
         # The message in flight must outlive the transfer.
         self._sent: Message | None = sent

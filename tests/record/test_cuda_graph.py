@@ -26,7 +26,7 @@ def test_cuda_graph_on_cpu_is_refused(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--hops", "copy"], "copied hops count on"), (["--controls"], "leave --controls out")],
+    [(["--hops", "copy"], "use --hops nccl"), (["--controls"], "leave --controls out")],
 )
 def test_options_that_a_cuda_graph_cannot_capture_are_refused(tmp_path: Path, options: list[str], said: str) -> None:
     ended = run([*REFUSED, *options], tmp_path)

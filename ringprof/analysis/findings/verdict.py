@@ -470,7 +470,7 @@ def _next_step_text(facts: Findings, part: WaterfallPart, gain_ns: int, recommen
 
 
 def _scope(waterfall: Waterfall, loss_ns: int, *, attention_ns: int = 0) -> str:
-    """Return `` outside A and B``: the computation that takes longer than a loss and is none; empty without any."""
+    """Return `` outside A and B``: the computation that takes longer than the loss but is none; empty if none does."""
     longer = [WATERFALL_LABELS[part] for part in waterfall.needed_work() if waterfall.of(part) > loss_ns]
     names = [*(["attention"] if attention_ns > loss_ns else []), *longer]
     return f" outside {' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))}" if names else ""

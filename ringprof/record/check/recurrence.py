@@ -131,7 +131,7 @@ class DenseRecurrence:
 class ChunkedRecurrence(DenseRecurrence):
     """`DenseRecurrence` in chunks, for long sequences.
 
-    The chunks are computed at once, `_CHUNKS_AT_A_TIME`, but for the states that pass between them.
+    Up to `_CHUNKS_AT_A_TIME` chunks are computed together; only the states pass from chunk to chunk in order.
 
     Within a chunk, row j of u is what token j writes into the state S before the chunk. With the sums G of g up to each
     token, (I + A) u = beta (v - exp(G) K S), where A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i. Without beta, u is

@@ -40,8 +40,8 @@ torch runs them so much slower, by 12 timed shapes on H200."""
 class DryRunRecurrence:
     """`RecurrenceKernel` that records its parts and returns tensors without values.
 
-    It holds what flash-linear-attention's kernels hold: the states of all chunks, of the delta rule its w and u, and
-    `_SCRATCH`.
+    It allocates what flash-linear-attention's kernels allocate: the states of all chunks, for the delta rule also w, u
+    and the solved systems of all chunks, and `_SCRATCH`.
     """
 
     name = "recording"
@@ -102,9 +102,10 @@ class DryRunRecurrence:
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolution by flash-linear-attention's kernel, which moves the tokens once for each of its tensors.
+    """Dry run of the convolution by flash-linear-attention's kernel: records the bytes that it moves.
 
-    It does so at half the rate of elementwise kernels (65,536 tokens of 6,144 channels on an H100): they count twice.
+    The kernel moves each of its tensors once, at half the rate of elementwise kernels (65,536 tokens of 6,144 channels
+    on an H100), so its bytes count twice.
     """
 
     @staticmethod

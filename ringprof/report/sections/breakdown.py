@@ -127,7 +127,7 @@ def _by_rank(summary: Summary) -> Table:
 
 
 def _printed_ns(summary: Summary) -> dict[str, list[float]]:
-    """Return the parts of every row's time by name, rounded for print so that they add up; statistics as they are."""
+    """Return the rows' ns by part, rounded so that a rank's printed parts add up; statistics are not rounded."""
     names = USUAL_PARTS
     rows = [[getattr(row, f"{name}_ns") for name in names] for row in summary.ranks]
     unit_ns, _ = unit_for(max(row.wall_ns for row in summary.ranks))
