@@ -89,3 +89,15 @@ def test_copied_hops_are_left_out_only_where_they_are_slow() -> None:
     for label in left_out:
         slow = predict(copied[label], machine, cache.of, draws=1)
         assert slow.median_ns > 1.7 * choices[0].prediction.median_ns
+
+
+def test_copied_hops_that_only_lack_memory_are_predicted() -> None:
+    """A double ring takes little longer than Ulysses and does not fit beside it: that is not far behind."""
+    workload, machine = Workload(seq=1 << 17, heads=16, kv_heads=8, head_dim=128), read_calibration("h200")
+    choices, refused = ranked_choices(
+        workload, Cluster(hosts=2, gpus_per_host=4, nic_gbit=400.0), machine, ScheduleCache().of,
+        strategies=("ulysses", "double-ring"), memory_bytes=1000 << 20,
+    )  # fmt: skip
+    assert refused == ()
+    fits = {choice.label: choice.fits for choice in choices}
+    assert fits["ulysses"] and not fits["double-ring"] and not fits["double-ring, hops copied"]
