@@ -47,3 +47,26 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError("second-order gradients: no bundled strategy can give the gradient of a gradient")
+
+
+def only_first_order(*inputs: Tensor | None) -> tuple[Any, ...]:
+    """Return the same tensors for an operator of another package, whose own backward pass drops such gradients."""
+    tensors = [x for x in inputs if x is not None]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return inputs
+    guarded = iter(_FirstOrder.apply(*tensors))  # type: ignore[no-untyped-call]
+    return tuple(None if x is None else next(guarded) for x in inputs)
+
+
+class _FirstOrder(torch.autograd.Function):
+    """An identity whose gradients cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients

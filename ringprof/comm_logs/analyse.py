@@ -160,7 +160,10 @@ def analyse(logs: Sequence[RankLog], notices: Sequence[Notice] = ()) -> CommLogF
     ranks = tuple(_rank_row(log.rank, of_rank[log.rank], late, excess_ns) for log in logs)
     standings = _standings(logs, rows, matches, labels, one_job=not two_jobs)
     verdict = (two_jobs,) if two_jobs else tuple(_verdict(standings, matches, rows, late, late_by, labels, ranks))
-    unfinished = any(row.operation.state != COMPLETED for row in ordered)
+    groups = {key: group.ranks for log in logs for key, group in log.groups.items()}
+    present = {log.rank for log in logs}
+    whole_groups = {key for key, members in groups.items() if members and present.issuperset(members)}
+    unfinished = any(row.operation.state != COMPLETED and row.operation.group not in whole_groups for row in ordered)
     if absent and unfinished and not two_jobs and not any(standing.waits_for for standing in standings):
         verdict += (f"Which rank is waited for needs the dumps of all ranks: {absent[0].message}.",)
     return CommLogFindings(

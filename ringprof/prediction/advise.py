@@ -253,7 +253,7 @@ def ranked_choices(
     for number, query in enumerate(sorted(queries, key=lambda query: query.hops == "copy")):
         notify("strategies", number, len(queries))
         with_nccl = over_nccl.get(label_of(replace(query, hops="nccl")))
-        if with_nccl is not None and order(with_nccl) > limit(_FAR_BEHIND):
+        if with_nccl is not None and with_nccl.median_ns > limit(_FAR_BEHIND)[1]:
             refusals.append((label_of(query), "not tried, as it is far behind with hops over NCCL"))
             continue
         try:

@@ -31,6 +31,8 @@ from ..transport.message import Message
 from ..transport.ring_channel import AnyHop, HopRing
 
 RingWire = Literal["exact", "fp32", "input"]
+_LOOPS = "tour", "routing", "forward_over_ring", "backward_over_ring", "split_local_block", "split_in_place"
+"""Methods of the loops over a ring, which a user's strategy may replace."""
 
 
 class Ring(Strategy):
@@ -54,7 +56,7 @@ class Ring(Strategy):
         return contiguous_imbalance(size) if causal else 1.0
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.ring_size == 2 and call.sharded_mask is None:
+        if self.ring_size == 2 and call.sharded_mask is None and self._has_own_loops:
             return self._forward_of_pair(call, q, k, v)
         return self.forward_over_ring(call, q, self.tour(call, k, v))
 
@@ -75,7 +77,12 @@ class Ring(Strategy):
     def _writes_messages(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel can write dK and dV where they are sent from, and nothing overlaps their hop."""
         writes = call.kernel.writes_into and call.sharded_mask is None and k.shape == v.shape and q.is_contiguous()
-        return writes and not self.overlaps_last_hop(k)
+        return writes and self._has_own_loops and not self.overlaps_last_hop(k)
+
+    @cached_property
+    def _has_own_loops(self) -> bool:
+        """Whether no subclass replaces a method that rings of two ranks do without."""
+        return all(getattr(type(self), name) is getattr(Ring, name) for name in _LOOPS)
 
     def _post_own(self, k: Tensor, v: Tensor) -> tuple[AnyHop, Tensor, Tensor]:
         """Post k and v to the next rank; return the hop, and both as dense tensors."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
+from ..first_order import only_first_order
 from .pieces import CHUNK, pieces_of
 
 _LONGEST = CHUNK * 2**24
@@ -50,6 +51,7 @@ def _convolve_by_fla(
     states = pad(halo.mT, (1, 0, 0, 0, 0, len(bounds) - 2))
     # One piece per document, or one only.
     options = pieces_of(bounds, x.shape[0], _LONGEST, x.device).options
+    x, weight, bias, states = only_first_order(x, weight, bias, states)
     out: Tensor = causal_conv1d(x, weight, bias, initial_state=states, **options)[0]
     return out
 

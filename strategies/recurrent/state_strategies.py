@@ -428,10 +428,6 @@ class StateA2A(RecurrentStrategy):
         super().__init__(comm, kernel)
         self._heads = HeadExchange(comm.collective("heads"))
 
-    def convolve(self, x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, bounds: tuple[int, ...]) -> Tensor:
-        """Convolve this rank's tokens after their halo; the arguments are those of `convolution.convolve`."""
-        return convolve(x, halo, weight, bias, bounds, by_fla=convolves_by_fla(self.kernel_name, x, weight))
-
     @classmethod
     def why_unsupported(cls, seq: int, heads: int, size: int) -> str | None:
         return super().why_unsupported(seq, heads, size) or (

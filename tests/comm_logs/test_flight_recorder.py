@@ -104,6 +104,24 @@ def test_an_operation_that_pytorch_gave_up_on_is_not_complete() -> None:
     assert item.state == "scheduled" and item.timed_out
 
 
+@pytest.mark.parametrize("group", ["cp", "world"])
+def test_missing_dumps_are_asked_for_only_where_they_can_name_a_rank(tmp_path: Path, group: str) -> None:
+    """Ranks 0 and 1 of three wait in one group. Rank 2, without a dump, is a member of the group ``world`` alone."""
+
+    def content() -> dict[str, Any]:
+        entries = [
+            entry("all_reduce", 1, 0, process_group=(key, name), **(OPEN if name == group else {}))
+            for key, name in (("0", "world"), ("1", "cp"))
+        ]
+        result = dump(entries)
+        result["pg_config"]["0"] = {"name": "0", "desc": "world", "ranks": "[0, 1, 2]"}
+        return result
+
+    verdict = write(tmp_path, [content(), content()]).verdict
+    assert verdict[0] == "2 operations had not ended when the dumps were written."
+    assert ("needs the dumps of all ranks: 1 of 3 ranks have no log here: 2." in verdict[-1]) == (group == "world")
+
+
 def test_the_rank_that_stopped_posting_is_named_with_its_ring_step(tmp_path: Path) -> None:
     """Three iterations of three hops of different sizes; in the third, rank 1 of 3 stops before the second hop."""
 

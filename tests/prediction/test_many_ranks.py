@@ -113,3 +113,15 @@ def test_few_large_nodes_stand_for_more(strategy: str, monkeypatch: pytest.Monke
     few = predict(query, machine, cache.of, draws=1)
     monkeypatch.setattr("ringprof.prediction.predict.MAX_SIMULATED_RANKS", cluster.size)
     assert few.median_ns == pytest.approx(predict(query, machine, cache.of, draws=1).median_ns, rel=0.005)
+
+
+def test_copied_hops_that_only_lack_memory_are_predicted() -> None:
+    """A double ring takes little longer than Ulysses and does not fit beside it: that is not far behind."""
+    workload, machine = Workload(seq=1 << 17, heads=16, kv_heads=8, head_dim=128), read_calibration("h200")
+    choices, refused = ranked_choices(
+        workload, Cluster(hosts=2, gpus_per_host=4, nic_gbit=400.0), machine, ScheduleCache().of,
+        strategies=("ulysses", "double-ring"), memory_bytes=1000 << 20,
+    )  # fmt: skip
+    assert refused == ()
+    fits = {choice.label: choice.fits for choice in choices}
+    assert fits["ulysses"] and not fits["double-ring"] and not fits["double-ring, hops copied"]

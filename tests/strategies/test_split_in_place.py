@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from ringprof.strategies import create
 from ringprof.strategies.algorithms.zigzag import Zigzag
+from ringprof.strategies.base import Context
 from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.masks.layouts import ALL, WHOLE, split_in_place
+from ringprof.strategies.transport.communicator import Communicator
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -104,6 +107,38 @@ def test_gradients_of_a_ring_of_two_ranks_are_exact(kv_heads: int, v_head_dim: i
         writes = v_head_dim is None and kv_heads == 8
         assert written == {f"{name} {MASKS[0]}": count * writes for name, count in expected.items()}
         assert not any(count for name, _, count in rows if name.endswith(f" {MASKS[2]}"))
+
+
+class Watched(Zigzag):
+    """A user's strategy, which replaces the loops and counts what passes through them."""
+
+    seen: list[int]
+
+    def tour(self, *args: Any) -> Iterator[tuple[int, list[Tensor]]]:
+        for kv_rank, kv in super().tour(*args):
+            self.seen.append(kv_rank)
+            yield kv_rank, kv
+
+    def forward_over_ring(self, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = super().forward_over_ring(*args)
+        return 2 * out, lse
+
+
+def watched(rank: int, problem: WorkloadShard, truth: Tensor) -> tuple[list[int], float]:
+    strategy: Any = Watched(Context(Communicator()))
+    kernel = WritingKernel()
+    strategy.seen, strategy.kernel_for, strategy.overlaps_last_hop = [], lambda q, **_: kernel, lambda travelling: False
+    *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+    out = strategy.attention(*(x.requires_grad_() for x in qkv))
+    out.backward(dout)
+    return strategy.seen, relative_error(strategy.unshard(out.detach()), 2 * truth)
+
+
+@pytest.mark.processes
+def test_loops_that_a_subclass_replaces_run_on_two_ranks() -> None:
+    problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=8)
+    for rank, (seen, error) in enumerate(run_ranks(2, watched, problem, dense(problem, Mask.of())[0])):
+        assert seen == 2 * [rank, 1 - rank] and error < 1e-12
 
 
 def test_halves_share_no_row_of_documents_and_no_head() -> None:
