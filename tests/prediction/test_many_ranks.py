@@ -106,7 +106,7 @@ def test_memory_of_many_ranks_is_that_of_their_own_dry_run(strategy: str, hosts:
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["double-ring", "zigzag"])
 def test_few_large_nodes_stand_for_more(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four nodes of 32 GPUs 32 ranks are simulated; the truth is a simulation of all 128."""
+    """Simulate 32 ranks of four nodes of 32 GPUs; the truth is a simulation of all 128."""
     cluster = Cluster(hosts=4, gpus_per_host=32, nic_gbit=400.0)
     query = Query(strategy, Workload(seq=1 << 19, heads=16, kv_heads=8, head_dim=128), cluster, "flash-attn-3", "nccl")
     machine, cache = read_calibration("h100"), ScheduleCache()
