@@ -188,6 +188,10 @@ class FlashAttn4Kernel(_NewerFlashAttn):
         return None if taken else f"takes head_dim 24, 32, 56, 64, 88, 96, or from 120, on Hopper: not {head_dim}"
 
     @classmethod
+    def head_dims(cls) -> str:
+        return f"{super().head_dims()}, fewer by GPU"
+
+    @classmethod
     def takes_v_head_dim(cls, head_dim: int, v_head_dim: int) -> bool:
         # What it takes on Hopper and on newer GPUs.
         return v_head_dim == head_dim or (head_dim, v_head_dim) == (192, 128)

@@ -347,7 +347,7 @@ def test_descriptions_of_kernel_dtypes_and_head_sizes():
         "cudnn": (of_16_bits, "up to 128 in steps of 8"),
         "flash-attn-3": (of_16_bits, "up to 256 in steps of 8"),
         "flash-attn": (of_16_bits, "up to 256 in steps of 8"),
-        "flash-attn-4": (of_16_bits, "up to 256 in steps of 8"),
+        "flash-attn-4": (of_16_bits, "up to 256 in steps of 8, fewer by GPU"),
         "torch-flash": (of_16_bits, "up to 256 in steps of 8"),
         "torch-efficient": ("fp32, bf16 and fp16", "in steps of 8"),
         "cpu-flash": ("any", "any"),
