@@ -44,6 +44,8 @@ KEPT_FIELDS = {
     "backend",
     "phase",
     "operation",
+    "operator",
+    "part",
     "link",
     "layout",
     "origin",
