@@ -43,6 +43,7 @@ from .masks.row_routing import RowRouting, routing_of
 from .masks.sharded_mask import ShardedMask, sharded_mask_of
 from .transport.communicator import Communicator
 from .transport.gradient_ring import GradientRing
+from .transport.passes import Recoverable, in_pass
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
@@ -210,7 +211,7 @@ class AttentionCall:
         return dq, dk, dv[..., : v.shape[-1]].contiguous() if missing else dv
 
 
-class Strategy(Expectations, ABC):
+class Strategy(Expectations, Recoverable, ABC):
     """A strategy for attention over a sequence that is split over ranks (context parallelism)."""
 
     layout: Layout
@@ -354,6 +355,7 @@ class Strategy(Expectations, ABC):
             )
 
     @uncompiled
+    @in_pass("forward")
     def attention(
         self,
         q: Tensor,
@@ -673,8 +675,19 @@ class Strategy(Expectations, ABC):
             raise Unsupported(
                 "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
             )
-        self.comm.check_alive()
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options
+        key = (
+            self.comm.token,
+            q.shape,
+            k.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.device,
+            k.device,
+            v.device,
+            options,
+        )
         compares, parts = self.comm.compares_calls(), {}
         if compares or documents is not None:
             call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
@@ -767,10 +780,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
         out, lse = strategy.forward(call, q, k, v)
-        ctx.strategy, ctx.blocks = strategy, call
+        ctx.strategy, ctx.comm, ctx.blocks = strategy, strategy.comm, call
         ctx.save_for_backward(*(call.saved or (q, k, v)), out, lse)
         call.saved = ()
         ctx.set_materialize_grads(False)
@@ -778,15 +790,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @in_pass("backward")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, call = ctx.strategy, ctx.blocks
-        strategy.comm.check_alive()
         dout = torch.zeros_like(out) if dout is None else as_contiguous(dout)
         rows = Rows(dout, as_contiguous(lse), out=as_contiguous(out))
         if dlse is not None or (call.lse_wanted and call.kernel.takes_delta):
             rows = _rows_with_lse_gradient(call.kernel, rows, dlse)
-        strategy.comm.meter.phase = "backward"
         return (None, None, *strategy.backward(call, rows, q, k, v))
 
 

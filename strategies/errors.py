@@ -22,6 +22,10 @@ class PeerLost(RuntimeError):
     """A rank that hops were waiting for has ended, or has not answered within the group's timeout."""
 
 
+class RankRaised(PeerLost):
+    """A rank has raised in the middle of a call. `Strategy.recover`, called on all ranks, makes the next call right."""
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """Return a hint for an error message, `` (did you mean 'NAME'?)``; empty if no known name is similar.
 

@@ -30,17 +30,18 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import PeerLost, Unsupported
+from ..errors import PeerLost, RankRaised, Unsupported
 from .copy_engine import stop_copies
-from .groups import abort_channels, timeout
+from .groups import abort_channels, channel_groups, timeout
 from .handshake import WARNED_AFTER_S
 
 _HASH_BITS = 31
@@ -90,6 +91,18 @@ def raise_if_refused(group: dist.ProcessGroup) -> None:
         raise Unsupported(comparison.refusal)
 
 
+def forget_comparison(group: dist.ProcessGroup) -> None:
+    """Forget the calls of ``group`` and why they were refused: its next call with documents begins anew."""
+    _comparisons.pop(group, None)
+
+
+def stop_comparison(group_name: str, reason: str) -> None:
+    """Let this rank's wait in a comparison of the group called ``group_name`` raise `RankRaised`."""
+    for comparison in list(_comparisons.values()):
+        if comparison.group_name == group_name:
+            comparison.stop(reason)
+
+
 class CallComparison:
     """The calls of the ranks of one group, counted and compared."""
 
@@ -111,6 +124,9 @@ class CallComparison:
             self._words = None
         if own_file is not None:
             os.close(own_file)
+        self.group_name = group.group_name
+        self._stopped: str | None = None
+        """Why this rank is not to wait for the others."""
         self.refusal: str | None = None
         """Why no further call is possible; None while the ranks' calls are equal as far as this rank knows."""
         self._documents: Any = self  # no documents are equal to it
@@ -215,6 +231,8 @@ class CallComparison:
         while ranks := missing():
             if self.refusal is not None:
                 raise Unsupported(self.refusal)
+            if self._stopped is not None:
+                raise RankRaised(self._stopped)
             now = time.monotonic()
             if now > looked_at:
                 looked_at = now + 1
@@ -236,7 +254,7 @@ class CallComparison:
 
     def _connect_store(self, key: str, group: dist.ProcessGroup) -> None:
         """Connect this rank to the store, and start the thread that looks for ranks which wait. Collective."""
-        self._key, self._group_name = key, group.group_name
+        self._key = key
         store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
         # Clients of their own: a request does not wait for the answer to another thread's.
         self._store, self._thread_store = store.clone(), store.clone()
@@ -247,11 +265,7 @@ class CallComparison:
         if self._rank == 0:
             self._store.set(f"{key}:refused", "0")
         _gather(group, True)
-        stopped = threading.Event()
-        thread = threading.Thread(target=_look_forever, args=(ref(self), stopped), name="ringprof-calls", daemon=True)
-        thread.start()
-        # At the latest when the interpreter exits: a thread must not be inside the store then.
-        finalize(self, _stop, thread, stopped)
+        look_regularly(self, "ringprof-calls")
 
     def _compare_in_store(self, summand: int) -> bool:
         """Add this rank's hash and a count of 1 to the sum in the store, and wait for the sum of all ranks."""
@@ -270,8 +284,18 @@ class CallComparison:
             raise PeerLost(f"a rank has ended or does not come: {_WAITED} ({error})") from error
         if not total:
             self._refused.wait(timeout().total_seconds())
+            if self._stopped is not None:
+                raise RankRaised(self._stopped)
             raise Unsupported(self.refusal or "the ranks make different calls")
         return bool(total % (1 << _COUNT_FROM) == self._size * summand)
+
+    def stop(self, reason: str) -> None:
+        """Let this rank's wait raise `RankRaised`. Another thread calls it."""
+        self._stopped = reason
+        if self._words is None:
+            self._refused.set()
+            with suppress(RuntimeError):
+                self._thread_store.set(f"{self._key}:{self._waited[-1]}:sum", "0")
 
     def look(self) -> bool:
         """Look once whether a rank waits in a call that this rank has passed; return whether to look again.
@@ -303,8 +327,8 @@ class CallComparison:
         if self._words is None:
             store.set(f"{key}:{self._waited[-1]}:sum", "0")
         # Streams of this process may wait for what no rank sends.
-        stop_copies(self.refusal)
-        abort_channels(self._group_name)
+        stop_copies(self.refusal, channel_groups(self.group_name))
+        abort_channels(self.group_name)
         return False
 
     def _refused_in_store(self) -> int:
@@ -346,10 +370,24 @@ def _values(store: Any, keys: Sequence[str]) -> list[int]:
     return [int(x) for x in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 
 
-def _look_forever(comparison: ref[CallComparison], stopped: threading.Event) -> None:
-    """Look until told to stop, while the comparison and the store exist."""
+class _Looks(Protocol):
+    def look(self) -> bool:
+        """Look once; return whether to look again. Raises RuntimeError where the store has ended."""
+
+
+def look_regularly(looks: _Looks, name: str) -> None:
+    """Start a thread that looks every `INTERVAL_S`, for as long as the object exists and wants it."""
+    stopped = threading.Event()
+    thread = threading.Thread(target=_look_forever, args=(ref(looks), stopped), name=name, daemon=True)
+    thread.start()
+    # At the latest when the interpreter exits: a thread must not be inside the store then.
+    finalize(looks, _stop, thread, stopped)
+
+
+def _look_forever(looks: ref[_Looks], stopped: threading.Event) -> None:
+    """Look until told to stop, while the object and the store exist."""
     while not stopped.wait(INTERVAL_S):
-        if (present := comparison()) is None:
+        if (present := looks()) is None:
             return
         try:
             if not present.look():

@@ -20,7 +20,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,16 +60,32 @@ _RELEASED = 2**30
 _MOST_IN_FLIGHT = 32
 """Hops remembered before finished ones are removed; the watchdog removes finished hops, too."""
 
+_DRAIN_INTERVAL_S = 0.01
+
 _rings: WeakValueDictionary[tuple[dist.ProcessGroup, str], CopyRing] = WeakValueDictionary()
 _owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
 """Slots by the address of their memory."""
 _watchdog = CopyWatchdog()
 
 
-def stop_copies(reason: str) -> None:
-    """Let streams that wait for copied hops continue with NaN, and send nothing more; the next hop gives ``reason``."""
-    _watchdog.lost = _watchdog.lost or reason
-    _watchdog.check()
+def stop_copies(reason: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let streams that wait for copied hops of these groups continue with NaN; further hops raise ``reason``."""
+    for ring in _rings_of(groups):
+        ring.stopped = ring.stopped or reason
+        ring.release()
+
+
+def drain_copies(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Wait until the streams of these groups' stopped rings are idle."""
+    for ring in _rings_of(groups):
+        while not ring.is_idle():
+            # Peers that have not stopped may have overwritten the counters that release the streams.
+            ring.release()
+            time.sleep(_DRAIN_INTERVAL_S)
+
+
+def _rings_of(groups: Sequence[dist.ProcessGroup]) -> list[CopyRing]:
+    return [ring for (group, _), ring in list(_rings.items()) if group in groups]
 
 
 def can_copy() -> str | None:
@@ -163,6 +179,8 @@ class CopyRing:
         self.processes = processes
         self.timeout_s = timeout().total_seconds()
         self.slots: _Slots | None = None
+        self.stopped: str | None = None
+        """Why nothing is sent over this ring any more; None while hops can be made."""
         self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._raw_stream, self._device = self._stream.cuda_stream, self._stream.device_index
         self._operations = (ctypes.c_uint64 * _OPERATION_WORDS * 2)()
@@ -184,7 +202,7 @@ class CopyRing:
         """
         if torch.cuda.is_current_stream_capturing():
             raise Unsupported("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
-        _watchdog.raise_if_lost()
+        _watchdog.raise_if_lost(self)
         cuda, shapes, stream = _cuda(), shapes_of(message.buffers), self._raw_stream
         offsets, size = slot_offsets(shapes)
         slots = self._slots_of(size)
@@ -216,7 +234,7 @@ class CopyRing:
 
     def wait(self, over: Any) -> None:
         """Make the current stream wait for the event ``over``, after a hop that has been sent and has arrived."""
-        _watchdog.raise_if_lost()
+        _watchdog.raise_if_lost(self)
         _check(_cuda().wait_event(_current_stream(self._device), over.cuda_event, 0))
         if len(self._in_flight) >= _MOST_IN_FLIGHT:
             self.waiting_since()
@@ -239,6 +257,11 @@ class CopyRing:
             while self._in_flight and self._in_flight[0][1].query():
                 self._free_events.append(self._in_flight.popleft()[1])
             return self._in_flight[0][0] if self._in_flight else None
+
+    def is_idle(self) -> bool:
+        """Return whether the ring's stream has done everything."""
+        idle: bool = self._stream.query()
+        return idle
 
     def release(self) -> None:
         """Let the waiting streams continue with NaN.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,12 +21,10 @@ from .message import Message, Shapes
 class Hop:
     """One transfer in flight. `wait` returns what arrived, once."""
 
-    def __init__(
-        self, works: list[Any], sent: Sequence[Tensor], received: Any, channel: str = "", keeps: list[Any] | None = None
-    ) -> None:
-        """Hold ``sent`` and ``received`` until `wait`, which also clears ``keeps``: works held for this transfer."""
+    def __init__(self, works: list[Any], sent: Sequence[Tensor], received: Any, channel: str = "") -> None:
+        """Hold ``sent`` and ``received`` until `wait`."""
         self._works: list[Any] | None = works
-        self._channel, self._keeps = channel, keeps
+        self._channel = channel
         # The tensors in flight must outlive the transfer.
         self._sent = sent
         self._received = received
@@ -41,8 +40,6 @@ class Hop:
         with annotate("wait", self._channel):
             for work in self._works:
                 work.wait()
-        if self._keeps:
-            self._keeps.clear()
         # Held until here because the transfer needs it; freed before the next hop allocates memory.
         received, self._works, self._sent, self._received = self._received, None, (), None
         return received
@@ -57,10 +54,13 @@ class Meter:
     """The global rank that the hops of a channel go to."""
     sent: dict[tuple[str, str, str, str], list[int]] = field(default_factory=dict)
     """[count, bytes] by (channel, phase, operation, link)."""
+    operations: int = 0
+    """Number of times that something was counted, which `clear` does not reset."""
 
     def add(self, channel: str, operation: str, link: str, size_bytes: int, count: int = 1) -> None:
         """Add ``count`` operations of ``size_bytes`` together, in the current phase."""
         entry = self.sent.setdefault((channel, self.phase, operation, link), [0, 0])
+        self.operations += 1
         entry[0] += count
         entry[1] += size_bytes
 
@@ -114,6 +114,7 @@ class RankGroup(Protocol):
     group: Any
     token: str
     connect: Connect
+    channels: list[ref[Channel]]
 
     def global_rank(self, rank: int) -> int:
         """Return the global rank of a position in the group."""
@@ -145,7 +146,14 @@ class Channel:
         """Global ranks of the members."""
         self.following, self.previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
         self.link = self.hosts.link(self.ranks[self.rank], self.following)
-        self.transport: Transport = comm.connect(self, comm, None if shares is None else shares.transport, keeps)
+        self.comm, self._shares, self._keeps = comm, shares, keeps
+        comm.channels.append(ref(self))
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect this rank to the others, once more where the ranks have recovered. Collective over the members."""
+        shared = None if self._shares is None else self._shares.transport
+        self.transport: Transport = self.comm.connect(self, self.comm, shared, self._keeps)
 
     @cached_property
     def links(self) -> list[str]:

@@ -54,8 +54,6 @@ class TorchTransport:
         # The group's methods are called directly: the argument checks of `torch.distributed` double the host's time.
         self.group: Any = group
         self._peers = channel.following, channel.previous
-        # gloo cancels a transfer whose work nobody holds, such as one abandoned by an exception; the peers would hang.
-        self._posted: list[Any] = []
         self.all_to_all_device: str | None = None  # Device type whose hops are sent as all-to-alls.
         if group is not None:
             self._to, self._source = (dist.get_group_rank(group, rank) for rank in self._peers)
@@ -84,8 +82,7 @@ class TorchTransport:
                     for x, y in pairs
                 ]
                 works = dist.batch_isend_irecv([op for pair in ops for op in pair])
-                self._posted += works
-        return Hop(works, message.buffers, arriving, ring.channel, self._posted)
+        return Hop(works, message.buffers, arriving, ring.channel)
 
     def send(self, chain: Channel, tensor: Tensor) -> Hop:
         """Start to send a tensor to the next rank of a chain."""
