@@ -41,7 +41,7 @@ from ..kernels.kernel import Gradients
 from ..kernels.merge import Partial, Sum
 from ..masks.layouts import ALL, LAYOUTS, Block
 from ..transport.gradient_ring import GradientRing, add_and_cast_all, add_block_grads
-from ..transport.message import Message, unstacked
+from ..transport.message import Message, side_by_side, unstacked
 from ..transport.streams import SideStreams, side_streams
 
 
@@ -108,7 +108,8 @@ class Megatron(Strategy):
             return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring)
         dq, last = Sum(q), self.comm.size - 1
         # K and V of the forward pass are sent from where they lie, next to each other.
-        outgoing, keys_and_values = Message.pack([k, v]), (k, v)
+        whole = side_by_side(k, v)
+        outgoing, keys_and_values = Message([torch.stack([k, v]) if whole is None else whole]), (k, v)
         for step in range(self.comm.size):
             incoming = _StepMessage(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"
@@ -122,7 +123,7 @@ class Megatron(Strategy):
             with ring_step("bwd", step, "merge"):
                 if block is not None and grads is not None:
                     dq.add(grads[0], block.q)
-                dkv = Message([incoming.dkv], unstacked)
+                dkv = Message([incoming.dkv], None, unstacked(incoming.dkv))
                 if step < last:
                     add_block_grads(dkv, grads and grads[1:], block.kv if block else ALL, first=step == 0)
                     part = "whole" if step + 1 < last else "dkv"

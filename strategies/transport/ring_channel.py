@@ -15,7 +15,7 @@ from ..annotate import annotate
 from ..errors import Unsupported
 from .copy_engine import CopyHop
 from .hosts import OTHER_HOST, SAME_HOST, Hosts
-from .message import Message, Shapes
+from .message import Message, MessageLayout, Shapes, layout_of, shapes_of
 
 
 class Hop:
@@ -78,7 +78,7 @@ class Transport(Protocol):
     A transport that sends also counts what it sends, in the channel's meter.
     """
 
-    free_slot: Callable[[Shapes], list[Tensor]] | None
+    free_slot: Callable[[MessageLayout], list[Tensor]] | None
     """Memory to write the next message to, where copy engines send from memory of their own; else None."""
 
     def hop(self, ring: Channel, message: Message, into: Message | None) -> AnyHop:
@@ -177,7 +177,7 @@ class HopRing(Channel):
     """A ring of ranks in which every hop goes from each member to the next."""
 
     def post(self, message: Message, *, into: Message | None = None) -> AnyHop:
-        """Start sending a message to the next member and receiving one of the same shapes from the previous member.
+        """Start sending a message to the next member and receiving one of the same layout from the previous member.
 
         All buffers of the message travel in one batch: one kernel with NCCL. They must not be written to before
         `Hop.wait`. On a ring that keeps what it receives, ``into`` says where to receive. Otherwise the memory is
@@ -187,12 +187,15 @@ class HopRing(Channel):
 
     def reserve(self, shapes: Shapes, device: torch.device) -> Message:
         """Return an uninitialised message to be posted next on this ring: the free slot, where the ring has slots."""
-        return Message.empty(shapes, self.transport.free_slot or partial(_allocate, device))
+        return Message.empty(layout_of(shapes), self.transport.free_slot or partial(_allocate, device))
 
     def pack(self, tensors: Sequence[Tensor]) -> Message:
-        """Pack tensors for this ring: one buffer for NCCL; copy engines copy contiguous tensors from where they lie."""
+        """Pack tensors for this ring: one buffer for NCCL; copy engines copy contiguous tensors from where they lie.
+
+        The message has the same layout either way, so that each rank may choose by its own tensors.
+        """
         if self.transport.free_slot is not None and all([tensor.is_contiguous() for tensor in tensors]):
-            return Message(list(tensors))
+            return Message(list(tensors), layout_of(shapes_of(tensors)))
         return Message.pack(tensors)
 
     def tour(self, tensors: Sequence[Tensor] | Message, steps: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
@@ -220,8 +223,8 @@ class HopRing(Channel):
                 hop = None
 
 
-def _allocate(device: torch.device, shapes: Shapes) -> list[Tensor]:
-    return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
+def _allocate(device: torch.device, layout: MessageLayout) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in layout.buffers]
 
 
 class DoubleRing:

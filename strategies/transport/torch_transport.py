@@ -15,7 +15,7 @@ from ..annotate import annotate
 from ..kernels.merge import wide_type
 from .copy_engine import copy_if_in_other_slot, copy_ring
 from .groups import process_group, uses_nccl
-from .message import Message, Shapes
+from .message import Message, MessageLayout
 from .ring_channel import AnyHop, Channel, Hop, RankGroup, Transport
 
 _MOST_NAMED = 30
@@ -48,7 +48,7 @@ def torch_transport(channel: Channel, comm: RankGroup, shares: Transport | None,
 class TorchTransport:
     """A channel's process group, of NCCL for GPU tensors and gloo for others; None for a channel of one rank."""
 
-    free_slot: Callable[[Shapes], list[Tensor]] | None = None
+    free_slot: Callable[[MessageLayout], list[Tensor]] | None = None
 
     def __init__(self, channel: Channel, group: dist.ProcessGroup | None) -> None:
         # The group's methods are called directly: the argument checks of `torch.distributed` double the host's time.
@@ -66,7 +66,8 @@ class TorchTransport:
 
         An all-to-all is one call and the same kernel; a batch of a send and a receive is four calls.
         """
-        message = copy_if_in_other_slot(message, None)
+        # A message of a ring of copies, whose tensors may lie apart, can go on here: this rank's peers may have packed.
+        message = copy_if_in_other_slot(message, None) if message.is_packed else Message.pack(message.tensors)
         arriving = message.empty_like() if into is None else into
         ring.meter.add(ring.channel, "send_recv", ring.link, message.size_bytes)
         with annotate("send", ring.channel):

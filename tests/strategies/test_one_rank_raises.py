@@ -22,6 +22,7 @@ from ringprof.strategies.recurrent.reference import ReferenceRecurrence
 from ringprof.strategies.transport import passes
 from ringprof.strategies.transport.call_comparison import CallComparison
 from tests.strategies.cases import Case, WorkloadShard, dense, inputs, relative_error
+from tests.strategies.cpu_transports import copies_on_cpu
 from tests.strategies.ranks import run_ranks
 
 PROBLEM = WorkloadShard(seq=48, heads=12, kv_heads=12, head_dim=4)
@@ -99,7 +100,10 @@ def raised_and_recovered(strategy: Any, raising: int, moment: str, call: Callabl
         wrong += [] if this.startswith(own) else [f"own: {this}"]
         wrong += [] if after.startswith("RankRaised: this rank left ") and "strategy.recover()" in after else [after]
     else:
-        wrong += [] if not this or this.startswith(f"RankRaised: rank {raising} raised in ") else [f"this: {this}"]
+        # A pass over copied hops may end before it is told: what did not arrive is NaN.
+        nan = this == "off by nan" and strategy.comm.hop_transport == "copy"
+        fits = not this or nan or this.startswith(f"RankRaised: rank {raising} raised in ")
+        wrong += [] if fits else [f"this: {this}"]
         wrong += [] if after.startswith(f"RankRaised: rank {raising} raised in ") else [f"after: {after}"]
     wrong += [] if again == after else [f"again: {again}"]
     wrong += [f"recovered: {recovered}"] if recovered else []
@@ -129,6 +133,25 @@ def test_other_ranks_raise_and_all_recover():
 def test_other_ranks_raise_and_all_recover_with_every_strategy(size, cases):
     moments = ["first", "middle", "backward", "interrupted", "unsent"]
     assert run_ranks(size, every_strategy, cases, moments) == [[]] * size
+
+
+def over_copies(rank: int, timing: str, folder: str, cases: list[Case], moments: list[str]) -> list[str]:
+    with copies_on_cpu(timing, folder):
+        wrong = every_strategy(rank, cases, moments)
+        dist.barrier()
+        return wrong
+
+
+COPYING = [Case("ring"), Case("zigzag"), Case("double-ring"), Case("burst"), Case("burst", {"ring_window": 2})]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("timing", ["early", "late"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_other_ranks_raise_and_all_recover_over_copied_hops(size, timing, tmp_path):
+    cases = [*COPYING, *([Case("usp", {"ulysses_degree": 2})] if size == 4 else [])]
+    moments = ["first", "middle", "backward", "unsent"]
+    assert run_ranks(size, over_copies, timing, str(tmp_path), cases, moments) == [[]] * size
 
 
 # --- messages ---------------------------------------------------------------------------------------
