@@ -145,7 +145,9 @@ class GroupPasses:
         Raises `RankRaised` from an ``error`` of the transport that follows from another rank's.
         """
         refused = isinstance(error, Unsupported if phase == "step" else _REFUSALS)
-        if isinstance(error, RankRaised) or (refused and not has_sent):
+        # By the last, torch's checkpoint ends a recomputation that has all it needs, on all ranks.
+        planned = isinstance(error, RankRaised) or type(error).__name__ == "_StopRecomputationError"
+        if planned or (refused and not has_sent):
             return
         after = {"forward": "", "backward": "a backward pass after ", "step": "a step after "}[phase]
         call = f"{after}call {self.calls}"
