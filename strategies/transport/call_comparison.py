@@ -39,9 +39,9 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import PeerLost, RankRaised, Unsupported
+from ..errors import PeerLost, Unsupported
 from .copy_engine import stop_copies
-from .groups import abort_channels, channel_groups, timeout
+from .groups import abort_channels, channel_groups, raise_if_stopped, timeout
 from .handshake import WARNED_AFTER_S
 
 _HASH_BITS = 31
@@ -96,11 +96,14 @@ def forget_comparison(group: dist.ProcessGroup) -> None:
     _comparisons.pop(group, None)
 
 
-def stop_comparison(group_name: str, reason: str) -> None:
-    """Let this rank's wait in a comparison of the group called ``group_name`` raise `RankRaised`."""
+def wake_comparison(group_name: str) -> None:
+    """Let this rank look at `groups.stopped` where it waits in the store; ranks that wait in memory look by themselves.
+
+    Another thread calls it.
+    """
     for comparison in list(_comparisons.values()):
         if comparison.group_name == group_name:
-            comparison.stop(reason)
+            comparison.wake()
 
 
 class CallComparison:
@@ -125,8 +128,6 @@ class CallComparison:
         if own_file is not None:
             os.close(own_file)
         self.group_name = group.group_name
-        self._stopped: str | None = None
-        """Why this rank is not to wait for the others."""
         self.refusal: str | None = None
         """Why no further call is possible; None while the ranks' calls are equal as far as this rank knows."""
         self._documents: Any = self  # no documents are equal to it
@@ -231,8 +232,7 @@ class CallComparison:
         while ranks := missing():
             if self.refusal is not None:
                 raise Unsupported(self.refusal)
-            if self._stopped is not None:
-                raise RankRaised(self._stopped)
+            raise_if_stopped(self.group_name)
             now = time.monotonic()
             if now > looked_at:
                 looked_at = now + 1
@@ -284,14 +284,12 @@ class CallComparison:
             raise PeerLost(f"a rank has ended or does not come: {_WAITED} ({error})") from error
         if not total:
             self._refused.wait(timeout().total_seconds())
-            if self._stopped is not None:
-                raise RankRaised(self._stopped)
+            raise_if_stopped(self.group_name)
             raise Unsupported(self.refusal or "the ranks make different calls")
         return bool(total % (1 << _COUNT_FROM) == self._size * summand)
 
-    def stop(self, reason: str) -> None:
-        """Let this rank's wait raise `RankRaised`. Another thread calls it."""
-        self._stopped = reason
+    def wake(self) -> None:
+        """End this rank's wait in the store."""
         if self._words is None:
             self._refused.set()
             with suppress(RuntimeError):

@@ -17,8 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..errors import RankRaised
+
 SUBGROUP = "cp"
 """Name of process groups of some ranks that strategies are created over, beside those of channels."""
+stopped: dict[str, str] = {}
+"""Why the groups of these names make no call until they have recovered; `passes` keeps it."""
 _UNUSED_TAG = 2**30
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -43,6 +47,12 @@ def process_group(channel: str, ranks: tuple[int, ...], token: str, within: dist
     return _groups[key]
 
 
+def raise_if_stopped(group_name: str) -> None:
+    """Raise `RankRaised` where a rank of the group has raised in a call: those that wait for it need not any more."""
+    if group_name in stopped:
+        raise RankRaised(stopped[group_name])
+
+
 def channel_groups(within: str) -> list[dist.ProcessGroup]:
     """Return the process groups of the channels of the group named ``within``; subgroups of ranks are not channels."""
     return [group for (channel, _, name), group in list(_groups.items()) if name == within and channel != SUBGROUP]
@@ -60,7 +70,8 @@ def abort_channels(within: str) -> None:
         if backend_for("cpu", group) == "gloo":
             # gloo cannot abort, but closes all connections of a group where a transfer exceeds its timeout.
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _UNUSED_TAG).wait(_AT_ONCE)
+                never = torch.empty(1, device="cpu")
+                group.recv([never], (group.rank() + 1) % group.size(), _UNUSED_TAG).wait(_AT_ONCE)
 
 
 def forget_channels(within: str) -> None:

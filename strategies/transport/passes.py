@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..errors import PeerLost, RankRaised, Unsupported
-from .call_comparison import forget_comparison, look_regularly, stop_comparison
+from .call_comparison import forget_comparison, look_regularly, wake_comparison
 from .copy_engine import drain_copies, stop_copies
-from .groups import abort_channels, channel_groups, forget_channels, timeout
+from .groups import abort_channels, channel_groups, forget_channels, raise_if_stopped, stopped, timeout
 from .handshake import forget_calls
 from .ring_channel import Meter
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REFUSALS = (ValueError, TypeError, LookupError, NotImplementedError, ImportError)
 """Errors of arguments, `Unsupported` among them: before a rank has sent anything, all ranks raise them alike."""
-_ADVICE = "call strategy.recover() on all ranks"
 _RECOVER_INTERVAL_S = 0.02
 """Seconds between two looks at whether all ranks have come to recover."""
 NO_PASS = nullcontext()
@@ -105,9 +104,9 @@ class GroupPasses:
         """Number of calls of this rank, of all strategies over the group."""
         self.entered = 0
         """Number of passes that this rank is in, one inside another."""
-        self._raised: str | None = None
         self._own = False
-        """Whether it is this rank that has raised."""
+        """Whether it is this rank that has raised, where one has."""
+        stopped.pop(self._name, None)  # of a group before torch.distributed was started again
         self._lock = threading.Lock()
         look_regularly(self, "ringprof-passes")
 
@@ -123,8 +122,7 @@ class GroupPasses:
 
     def check(self) -> None:
         """Raise `RankRaised` if a rank has left a pass in the middle, and the ranks have not recovered."""
-        if self._raised is not None:
-            raise RankRaised(f"this rank left {self._raised}; {_ADVICE}" if self._own else self._raised)
+        raise_if_stopped(self._name)
 
     def look(self) -> bool:
         """Read once whether another rank has raised; return whether to read again. Runs in a thread.
@@ -133,9 +131,9 @@ class GroupPasses:
         """
         if dist.group.WORLD is not self._world():
             return False
-        if self._raised is None and (self.entered or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        if self._name not in stopped and (self.entered or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             with self._lock:
-                if self._raised is None and self._store.check([self._key]):
+                if self._name not in stopped and self._store.check([self._key]):
                     self._stop(self._store.get(self._key).decode(), own=False)
         return True
 
@@ -152,30 +150,31 @@ class GroupPasses:
         after = {"forward": "", "backward": "a backward pass after ", "step": "a step after "}[phase]
         call = f"{after}call {self.calls}"
         with self._lock:
-            if self._raised is None:
+            if self._name not in stopped:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
-                self._mark(f"rank {self._rank} raised in {call} ({reason}); {_ADVICE}", f"{call} half-way ({reason})")
-            own, raised = self._own, self._raised
-        if not own and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            raise RankRaised(raised) from error
+                self._mark(
+                    f"rank {self._rank} raised in {call} ({reason})", f"this rank left {call} half-way ({reason})"
+                )
+        if not self._own and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise RankRaised(stopped[self._name]) from error
 
     def _mark(self, for_others: str, for_own: str) -> None:
         """Write to the store that this rank has raised, unless another has been faster; stop all transfers."""
-        other = None
+        own, text = True, for_own
         with suppress(RuntimeError):  # the store has ended, and with it the job
             if self._store.check([self._key]):
-                other = self._store.get(self._key).decode()
+                own, text = False, self._store.get(self._key).decode()
             else:
                 self._store.set(self._key, for_others)
                 # Once this is answered, ranks that lose their connection to this one find the reason.
                 self._store.check([self._key])
-        self._stop(for_own if other is None else other, own=other is None)
+        self._stop(text, own=own)
 
-    def _stop(self, raised: str, *, own: bool) -> None:
+    def _stop(self, reason: str, *, own: bool) -> None:
         """End all transfers of the group on this rank, and all waits for them."""
-        self._own, self._raised = own, raised
-        stop_comparison(self._name, raised)
-        stop_copies(raised, channel_groups(self._name))
+        self._own, stopped[self._name] = own, f"{reason}; call strategy.recover() on all ranks"
+        wake_comparison(self._name)
+        stop_copies(stopped[self._name], channel_groups(self._name))
         abort_channels(self._name)
 
     def recover(self, group: dist.ProcessGroup) -> None:
@@ -184,8 +183,8 @@ class GroupPasses:
         Raises `PeerLost` where a rank does not come within the group's timeout.
         """
         with self._lock:
-            if self._raised is None:
-                self._mark(f"rank {self._rank} has called recover(); {_ADVICE}", "its calls by recover()")
+            if self._name not in stopped:
+                self._mark(f"rank {self._rank} has called recover()", "this rank has called recover()")
             drain_copies(channel_groups(self._name))
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize()
@@ -201,7 +200,7 @@ class GroupPasses:
             forget_channels(self._name)
             forget_comparison(group)
             forget_calls(group)
-            self._raised, self._own = None, False
+            del stopped[self._name]
             self.generation += 1
 
 
