@@ -71,18 +71,19 @@ def compares_calls(group: dist.ProcessGroup) -> bool:
 
 
 def compare_call(
-    group: dist.ProcessGroup, call: Mapping[str, Any], processes: Mapping[int, int | None], *, may_pass: bool = False
-) -> None:
+    group: dist.ProcessGroup, call: Mapping[str, Any], processes: Mapping[int, int | None], *, may_pass: bool = False,
+    hops: int = 0,
+) -> None:  # fmt: skip
     """Check that all ranks of ``group`` make the same ``call``: numbers, types, texts and tuples of integers.
 
     ``processes``: process ID by global rank, None where this rank cannot see the process. With ``may_pass``, a call
     with the documents of the one before may return before the ranks are known to agree, and a later one then raises the
-    error. Collective otherwise. Raises `Unsupported` on every rank where two calls differ, and `PeerLost` where a rank
-    does not come.
+    error. ``hops`` is a hash of this rank's hops before the call. Collective otherwise. Raises `Unsupported` on every
+    rank where two calls differ, and `PeerLost` where a rank does not come.
     """
     if group not in _comparisons:
         _comparisons[group] = CallComparison(group, processes, may_pass=may_pass)
-    _comparisons[group].check(group, call, may_pass=may_pass)
+    _comparisons[group].check(group, call, may_pass=may_pass, hops=hops)
 
 
 def raise_if_refused(group: dist.ProcessGroup) -> None:
@@ -117,16 +118,7 @@ class CallComparison:
         self._processes = {rank: processes.get(rank) for rank in self._ranks}
         # A row of words per call, the number of each rank's last call, and of the call that is refused.
         self._numbers_from = _HISTORY * self._size
-        self._bytes = 8 * (self._numbers_from + self._size + 1)
-        own_file = os.memfd_create("ringprof") if hasattr(os, "memfd_create") and self._rank == 0 else None
-        if own_file is not None:
-            os.ftruncate(own_file, self._bytes)
-        token, file = _gather(group, (uuid.uuid4().hex, own_file))[0]
-        self._words = self._map(file)
-        if not all(_gather(group, self._words is not None)):
-            self._words = None
-        if own_file is not None:
-            os.close(own_file)
+        token, self._words = shared_words(group, self._processes, self._numbers_from + self._size + 1)
         self.group_name = group.group_name
         self.refusal: str | None = None
         """Why no further call is possible; None while the ranks' calls are equal as far as this rank knows."""
@@ -146,7 +138,7 @@ class CallComparison:
         if self._words is None or may_pass:
             self._connect_store(f"ringprof:calls:{token}", group)
 
-    def check(self, group: dist.ProcessGroup, call: Mapping[str, Any], *, may_pass: bool) -> None:
+    def check(self, group: dist.ProcessGroup, call: Mapping[str, Any], *, may_pass: bool, hops: int = 0) -> None:
         """Compare one call of ``group``, as `compare_call` does."""
         may_pass &= self._lets_pass
         kind = tuple(value for name, value in call.items() if name != "documents")
@@ -168,6 +160,8 @@ class CallComparison:
         if self._lost:
             raise PeerLost(self._lost)
         self._hash = _hash_after(self._hash, digest, () if passes else documents)
+        if hops and not passes:
+            self._hash, call = hash((self._hash, hops)), {**call, "hash of the hops before": hops}
         digest_bits = self._hash % (1 << _HASH_BITS)
         if self._words is not None:
             self._words[self._calls % _HISTORY * self._size + self._rank] = (
@@ -184,17 +178,6 @@ class CallComparison:
             raise Unsupported(difference(dict(zip(self._ranks, _gather(group, dict(call)), strict=True))))
         if may_pass:
             self._documents, self._kinds[kind] = documents, digest
-
-    def _map(self, file: int | None) -> Any:
-        """Return the words in the first rank's ``file``; None where this rank cannot share them."""
-        process = self._processes[self._ranks[0]]
-        if file is None or process is None:
-            return None
-        try:
-            with open(f"/proc/{process}/fd/{file}", "r+b") as shared:
-                return memoryview(mmap.mmap(shared.fileno(), self._bytes)).cast("Q")
-        except (OSError, ValueError):
-            return None
 
     def _row(self, number: int) -> list[int]:
         """Return every rank's word of the call of this number, or of the call `_HISTORY` before it."""
@@ -437,6 +420,34 @@ def _shown(value: Any, values: Sequence[Any]) -> str:
     last = len(value) - 1
     bound = next((i for i in range(1, last) if any(other[i : i + 1] != value[i : i + 1] for other in values)), last)
     return f"{last} documents, of which number {bound} ends at {value[bound]}"
+
+
+def shared_words(group: dist.ProcessGroup, processes: Mapping[int, int | None], count: int) -> tuple[str, Any]:
+    """Return (token of this memory, ``count`` words of 64 bits that the ranks of ``group`` share). Collective.
+
+    The words are zero at first, and None where a rank cannot share them, as on another host.
+    """
+    own_file = os.memfd_create("ringprof") if hasattr(os, "memfd_create") and dist.get_rank(group) == 0 else None
+    if own_file is not None:
+        os.ftruncate(own_file, 8 * count)
+    token, file = _gather(group, (uuid.uuid4().hex, own_file))[0]
+    words = _map_words(processes[dist.get_process_group_ranks(group)[0]], file, count)
+    if not all(_gather(group, words is not None)):
+        words = None
+    if own_file is not None:
+        os.close(own_file)
+    return token, words
+
+
+def _map_words(process: int | None, file: int | None, count: int) -> Any:
+    """Return the words in a process's ``file``; None where this rank cannot share them."""
+    if file is None or process is None:
+        return None
+    try:
+        with open(f"/proc/{process}/fd/{file}", "r+b") as shared:
+            return memoryview(mmap.mmap(shared.fileno(), 8 * count)).cast("Q")
+    except (OSError, ValueError):
+        return None
 
 
 def _gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

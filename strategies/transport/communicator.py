@@ -23,6 +23,7 @@ from .call_comparison import compare_call, compares_calls, raise_if_refused
 from .collectives import Collective
 from .copy_engine import can_copy
 from .handshake import check_same_call, perform_handshake, require_same_call
+from .hop_comparison import hash_of_hops
 from .hosts import Hosts
 from .passes import NO_PASS, GroupPasses, Pass, passes_of
 from .ring_channel import Channel, Connect, HopRing, Meter
@@ -163,7 +164,7 @@ class Communicator:
         Nothing is compared while a CUDA graph is captured.
         """
         if self._can_talk():
-            compare_call(self.group, call, self.processes, may_pass=may_pass)
+            compare_call(self.group, call, self.processes, may_pass=may_pass, hops=hash_of_hops(self.group))
 
     def _can_talk(self) -> bool:
         """Return whether there are other ranks, and this one can exchange messages with them now."""

@@ -220,6 +220,10 @@ class CopyRing:
         _check(failed | cuda.record(over.cuda_event, stream))
         return CopyHop(self, message, slots.received(layout, slots.number), over)
 
+    def grows_for(self, layout: MessageLayout) -> bool:
+        """Return whether a message of this layout needs larger slots."""
+        return self.slots is None or self.slots.slot_bytes < layout.slot_bytes
+
     def _write_and_wait(self, slots: _Slots, peer: int, counter: int) -> int:
         """Let the ring's stream set a ``counter`` of the member at the address ``peer``, then wait for this rank's own.
 

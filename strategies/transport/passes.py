@@ -3,8 +3,8 @@
 A rank that raises in a pass has made some of its hops. The hops of its next call would fill those that the others still
 wait for, and their results would be wrong without an error. So a rank whose pass raises writes why to the store of
 torch.distributed, and aborts the communicators of its channels. Ranks that wait for it over gloo lose their connection
-and read the store. Over NCCL and copied hops, a thread of each rank reads it twice a second, and ends what its streams
-wait for. All of them raise `RankRaised` in that call or in their next, and none sends until all have called `recover`.
+and read the store. Elsewhere, a thread of each rank reads it twice a second, and ends what the rank and its streams
+wait for. They raise `RankRaised` in that call or at a later one, and no rank sends until all have called `recover`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .call_comparison import forget_comparison, look_regularly, wake_comparison
 from .copy_engine import drain_copies, stop_copies
 from .groups import abort_channels, channel_groups, forget_channels, raise_if_stopped, stopped, timeout
 from .handshake import forget_calls
+from .hop_comparison import forget_hops
 from .ring_channel import Meter
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ class GroupPasses:
             forget_channels(self._name)
             forget_comparison(group)
             forget_calls(group)
+            forget_hops(group)
             del stopped[self._name]
             self.generation += 1
 
