@@ -699,7 +699,7 @@ class Strategy(Expectations, ABC):
         reason = self.why_unsupported(shape, self.comm.size, **self.parameters)
         if reason:
             raise Unsupported(reason)
-        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
+        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}", f"device {q.device.type}"
         described = (f"{name}={value}" for name, value in zip(_COMPARED_OPTIONS, options, strict=True))
         if not alone:
             self.comm.check_same_call("; ".join(("attention", *tensors, *described)))

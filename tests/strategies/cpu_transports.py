@@ -148,6 +148,7 @@ def copies_on_cpu(timing: str, folder: str, *, can: bool = True) -> Iterator[Non
 
     def post_over_nan(ring: copy_engine.CopyRing, message: Message) -> Any:
         slots = ring._slots_of(message.layout.slot_bytes)
+        assert slots.slot_bytes >= message.layout.slot_bytes, "a slot is smaller than its message"
         start = (slots.number + 1) % copy_engine.SLOTS * slots.slot_bytes
         slots.memory[start : start + slots.slot_bytes] = 255
         return post(ring, message)

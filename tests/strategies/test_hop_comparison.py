@@ -124,6 +124,18 @@ def test_ranks_of_several_hosts_compare_their_hops_with_the_next_documents():
     assert texts[0] == texts[1] and "hash of the hops before" in texts[0]
 
 
+def on_another_device(rank: int) -> str:
+    q = torch.randn(1, 8, 2, 8, device="meta" if rank else "cpu")
+    with pytest.raises(Unsupported) as refusal:
+        create("ring", kernel="reference").attention(q, q, q)
+    return str(refusal.value)
+
+
+def test_tensors_on_devices_of_two_kinds_are_refused():
+    message = "the ranks do not ask for the same: rank 0 for device cpu, rank 1 for device meta"
+    assert run_ranks(2, on_another_device) == [message] * 2
+
+
 def test_a_layout_follows_from_shapes_and_not_from_buffers():
     """Tensors that lie apart begin where they would in one buffer, which the receiver reads."""
     pair = [torch.rand(2, 3, 4), torch.rand(2, 3, 4)]
