@@ -35,7 +35,4 @@ RULES = [
          "if self.transport.free_slot is not None and all([tensor.is_contiguous() for tensor in tensors]):",
          "if self.transport.free_slot is not None:",
          "views are refused, or sent as if they were dense", test=HOPS),
-    Rule(f"{TRANSPORT}/ring_channel.py", "return Message(list(tensors), layout_of(shapes_of(tensors)))",
-         "return Message([x.view(-1) for x in tensors])",
-         "ranks lay out one hop differently, by their own strides", test=HOPS),
 ]  # fmt: skip

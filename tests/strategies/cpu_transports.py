@@ -177,7 +177,7 @@ def copies_on_cpu(timing: str, folder: str, *, can: bool = True) -> Iterator[Non
             (copy_engine.CopyRing, "post", post_over_nan), (copy_engine.CopyRing, "free_slot", reserve_nan),
             (symmetric, "empty", memory.empty), (symmetric, "rendezvous", memory.rendezvous),
             (torch_transport, "copy_if_in_other_slot", copy_if_needed), (copy_engine, "_rings", {}),
-            (copy_engine, "_GROWS_BY", 256),
+            (copy_engine, "_GROWS_BY", 1040),
         ):  # fmt: skip
             stack.enter_context(patch.object(target, name, value))
         yield
