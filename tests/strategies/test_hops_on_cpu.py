@@ -171,10 +171,11 @@ def test_auto_uses_copies_if_every_rank_supports_them(can, way, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.batch}x{problem.head_dim}")
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
 @pytest.mark.parametrize(
-    ("transport", "timing"), [("copy", "late"), ("copy", "early"), ("nccl", "late"), ("nccl", "early")]
+    ("size", "timing"),
+    [(2, "late"), (3, "late"), (4, "late"), (2, "early"), *(pytest.param(n, "early", marks=LONG) for n in (3, 4))],
 )
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_hops_are_exact_and_laid_out_alike(size, transport, timing, problem):
     degrees = {"ulysses_degree", "ring_degree", "ring_window"}
     fits = (lambda case: not degrees & set(case.params)) if size == 3 else (lambda case: size in case.worlds)
