@@ -15,7 +15,7 @@ from ringprof.analysis.cross_checks import warn_of_fused_kernels, warn_of_overfu
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
-from ringprof.analysis.kinds.kinds import COMPUTE
+from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import BytesMoved, Detail, ExposedTime, Rank, sum_by_link
 from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import (
@@ -30,12 +30,13 @@ from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, ra
 from ringprof.analysis.timeline.layers import cpu_layers, device_layers
 from ringprof.analysis.timeline.products import cpu_products, device_products
 from ringprof.analysis.timeline.recurrence import cpu_recurrence, device_recurrence
-from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
+from ringprof.analysis.timeline.rows import DeviceActivities, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.collectives import collectives_of
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
+from ringprof.common.formatting import milliseconds
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.trace.columns import MEMCPY, NONE, Notice, Trace
 
@@ -98,6 +99,11 @@ def explain(
     warnings += warn_of_overfull_streams(rows, trace, rank)
     warnings += warn_of_fused_kernels(rows, trace, rank)
     background = DeviceActivities(classified, device).background(rows)
+    unlaunched = background.take(np.flatnonzero(classified.launch[background.activity] == NONE))
+    if len(unlaunched.activity) and between_ns is None:
+        warnings.append(_launched_before(unlaunched, rank))
+    all_comm = classified.of(*COMMUNICATION, OTHER_GROUPS)
+    all_comm[rows.activity] &= ~rows.of(*COMMUNICATION)
     # Hops are matched over the whole window: within chosen times the ranks would count different hops.
     on_device = in_window[trace.activities.device[in_window] == device]
     transfers = transfers_of(classified, on_device, rank)
@@ -117,6 +123,9 @@ def explain(
         window_source=window.source,
         steps=window.steps,
         breakdown=break_down(rows, background),
+        left_out_comm_ns=intervals.length_ns(
+            intervals.union(trace.activities.start_ns[all_comm], trace.activities.end_ns[all_comm])
+        ),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
         launches=launch_statistics(classified, rows),
         bytes_moved=BytesMoved(
@@ -128,6 +137,16 @@ def explain(
     )
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
     return Explained(metrics, detail, transfers, tuple(warnings), in_group, kernels)
+
+
+def _launched_before(rows: TimedActivities, rank: int) -> Notice:
+    """Return the warning about background without a launch record, with its time and its communication."""
+    time_ns, comm_ns = (intervals.length_ns(rows.spans(*kinds)) for kinds in (KINDS, COMMUNICATION))
+    message = (
+        f"{len(rows.activity)} kernels or copies beside the window have no launch record, as if launched before "
+        f"profiling: {milliseconds(time_ns)}, {milliseconds(comm_ns)} of it communication, count as background"
+    )
+    return Notice("launched_before", message, rank, len(rows.activity))
 
 
 _FROM_HOST = re.compile("HtoD|H2D|HostToDevice", re.IGNORECASE)

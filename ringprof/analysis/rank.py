@@ -146,6 +146,9 @@ class Rank:
     """Causes of the idle time; None on CPU."""
     launches: LaunchStatistics | None = None
     """Statistics of how activities were launched; None on CPU, and where no launch is recorded."""
+    left_out_comm_ns: int = 0
+    """Time of the communication in the trace that is not counted: outside of the window, on another device, or of
+    other groups."""
     bytes_moved: BytesMoved = field(default_factory=BytesMoved)
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
     """Function that returns the detail of a rank: from memory if all ranks' details fit, else computed again."""

@@ -63,7 +63,8 @@ class Activities(msgspec.Struct, frozen=True):
     device: Int32
     stream: Int32
     correlation: Int64
-    """Number that an activity shares with its launch; `NONE` where the trace gives none (CUDA graphs)."""
+    """Number that an activity shares with its launch. `NONE`, or 0 on several, where the writer knows no launch: some
+    versions of ROCm give 0 to all RCCL kernels."""
     external_id: Int64
     """Number that an activity shares with the CPU operator that caused it; `NONE` where absent."""
     size_bytes: Int64
@@ -234,6 +235,12 @@ def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDA
     return (end > 0) & (sorted_others[end - 1] == values) if len(sorted_others) else np.zeros(len(values), np.bool_)
 
 
+def has_launch_id(correlations: Int64) -> npt.NDArray[np.bool_]:
+    """Mark the activities that name their launch; a 0 that several share names none."""
+    named: npt.NDArray[np.bool_] = correlations != NONE
+    return named & (correlations != 0) if np.count_nonzero(correlations == 0) > 1 else named
+
+
 def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
     """Find the launch of each activity: the index in ``launch_correlations`` of each of ``correlations``, or `NONE`."""
     if not len(launch_correlations):
@@ -243,7 +250,9 @@ def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
         np.searchsorted(launch_correlations, correlations, sorter=order), len(launch_correlations) - 1
     )
     row = order[position]
-    return np.where((launch_correlations[row] == correlations) & (correlations != NONE), row, NONE).astype(np.int64)
+    return np.where((launch_correlations[row] == correlations) & has_launch_id(correlations), row, NONE).astype(
+        np.int64
+    )
 
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:

@@ -70,6 +70,14 @@ def one_slow_stretch() -> Program:
     return [b], None
 
 
+def communicates_outside(correlation: int | None = None) -> Program:
+    """Return an iteration without communication in a trace that has some, launched later or before profiling."""
+    b = one_gpu((GEMM, 10, 400, 5), (GEMM, 900, 1000, 20)).mark("ProfilerStep#1", 0, 100 * US)
+    start = 200 * US if correlation else 2 * MS
+    b.run(f"{NCCL[:15]}AllReduce", start, start + 100 * US, launched=1900 * US, correlation=correlation, stream=20)
+    return [b], None
+
+
 def launched_far_ahead() -> Program:
     """Return a program that launches every kernel long before it runs, with 3 us between kernels."""
     return [one_gpu(*((ADD, 13 * n, 13 * n + 10, n // 100) for n in range(200)))], None
@@ -338,6 +346,8 @@ def at_random(seed: int) -> Program:
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "no communication": lambda: ([Builder(rank=r, world_size=2).run(GEMM, 0, MS, launched=1) for r in (0, 1)], None),
+    "communication after the iteration": communicates_outside,
+    "communication launched before profiling": partial(communicates_outside, 9),
     "one rank, merging": merges,
     "launch-bound": launch_bound,
     "many short calls in one stretch": one_slow_stretch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND
+from tests.report.raw_facts import union_ns
 from tests.report.sentence_rules import (
     COMMUNICATION_PARTS,
     MS,
@@ -39,8 +40,15 @@ def _alone(case: Case, m: re.Match[str]) -> None:
 
 @rule("verdict", r"no communication in these traces")
 def _silent(case: Case, m: re.Match[str]) -> None:
-    assert not any(a.kind == "comm" for raw in case.raw.values() for a in raw.activities)
+    assert not any(a.kind == "comm" for raw in case.raw.values() for a in (*raw.activities, *raw.outside))
     assert not any(row["comm_ns"] for row in case.ranks.values())
+
+
+@rule("verdict", rf"no communication in what is reported; the rest of these traces has {MS} of it per (GPU|process)")
+def _silent_here(case: Case, m: re.Match[str]) -> None:
+    outside = [[(a.start, a.end) for a in raw.outside if a.kind == "comm"] for raw in case.raw.values()]
+    milliseconds(m[1], mean(union_ns(spans) for spans in outside))
+    assert not any(row["comm_ns"] for row in case.ranks.values()) and (m[2] == "process") == case.on_cpu
 
 
 @rule("verdict", rf"{P} of the time is exposed communication(?:, {P} at worst \(rank (\d+)\))?")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ringprof.analysis.kinds.kinds import KIND
+from tests.report.raw_facts import union_ns
 from tests.report.sentence_rules import MS, Case, R, mean, milliseconds, rule, three_digits
 
 # --- evidence -------------------------------------------------------------------------------------------------
@@ -126,6 +127,18 @@ def _missing(case: Case, m: re.Match[str]) -> None:
     listed = {int(number) for number in re.findall(r"\d+", m[3])}
     absent = set(range(int(m[2]))) - set(case.ranks)
     assert int(m[1]) == len(absent) and listed <= absent and bool(m[4]) == (len(absent) > len(listed))
+
+
+@rule("warning", rf"(\d+) kernels or copies beside the window have no launch record, as if launched before profiling: "
+      rf"{MS}, {MS} of it communication, count as background")  # fmt: skip
+def _launched_before(case: Case, m: re.Match[str]) -> None:
+    (raw,) = case.raw.values()
+    first, last = raw.activities[0].start, max(a.end for a in raw.activities)
+    beside = [a for a in raw.outside if a.correlation not in raw.launches and a.start < last and a.end > first]
+    assert int(m[1]) == len(beside)
+    for text, kinds in ((m[2], ("comm", "compute", "memory")), (m[3], ("comm",))):
+        spans = [(max(a.start, first), min(a.end, last)) for a in beside if a.kind in kinds]
+        milliseconds(text, union_ns(spans))
 
 
 @rule("warning", r"(\d+) kernels or copies are 0 ns long")

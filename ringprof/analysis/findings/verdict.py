@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -82,6 +83,10 @@ def _cost_line(facts: Findings) -> str:
         noun = "process" if attribution.on_cpu else "GPU"
         several_devices = any(warning.code == "several_devices" for warning in attribution.warnings)
         single_device = len(ranks) == 1 and world_size in (None, 1) and not several_devices
+        left_out_ns = fmean(rank.left_out_comm_ns for rank in ranks)
+        if left_out_ns:
+            rest = f"the rest of these traces has {milliseconds(left_out_ns)} of it per {noun}"
+            return f"no communication in what is reported; {rest}"
         return f"one {noun}: nothing is communicated" if single_device else "no communication in these traces"
     exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
     if len(attribution.ranks) > 1:

@@ -507,9 +507,6 @@ class Collector:
         rows = {table: self._columns(table) for table in TABLES}
         if rows["activities"]:
             self._count("missing_name", rows["activities"]["name"] == self.names.get("", NONE))
-            unlaunched = rows["activities"]["correlation"] == NONE
-            # Some writers other than PyTorch give no correlation at all; that is not damage.
-            self._count("missing_correlation", unlaunched & ~unlaunched.all())
         if rows["launches"]:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
