@@ -88,12 +88,12 @@ def explain(
         raise UsageError(
             f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
         )
-    # A breakdown covers one device: the one with the most activities.
-    devices, counts = np.unique(trace.activities.device[chosen], return_counts=True)
-    device = int(devices[np.argmax(counts)])
-    if len(devices) > 1:
-        others = f"{int(counts.sum() - counts.max())} activities ran on others"
-        message = f"{trace.path}: of {len(devices)} devices only {device} is reported; {others}"
+    # A breakdown covers one device: the one that is busy longest.
+    busy_ns = trace.activities.busy_ns(chosen)
+    device = max(busy_ns, key=lambda index: busy_ns[index])
+    if len(busy_ns) > 1:
+        others = f"others are busy for {milliseconds(sum(busy_ns.values()) - busy_ns[device])}"
+        message = f"{trace.path}: of {len(busy_ns)} devices only {device} is reported, the busiest; {others}"
         warnings.append(Notice("several_devices", message, rank))
     rows = timed_activities(classified, in_window, device, between_ns)
     warnings += warn_of_overfull_streams(rows, trace, rank)

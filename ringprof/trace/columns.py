@@ -76,6 +76,13 @@ class Activities(msgspec.Struct, frozen=True):
     target_device: Int32
     """Device that a peer-to-peer copy writes to, in the numbering of its own process; `NONE` where not given."""
 
+    def busy_ns(self, rows: Int64 | None = None) -> dict[int, int]:
+        """Sum the durations of the activities (of those in ``rows``) by device, in the order of devices."""
+        device, time_ns = self.device, self.end_ns - self.start_ns
+        if rows is not None:
+            device, time_ns = device[rows], time_ns[rows]
+        return {number: int(time_ns[device == number].sum()) for number in distinct(device).tolist()}
+
 
 class Launches(msgspec.Struct, frozen=True):
     """CPU calls that launched device work (cuda_runtime and cuda_driver rows with a correlation), sorted by start."""

@@ -204,9 +204,14 @@ def _empty(case: Case, m: re.Match[str]) -> None:
     assert any(raw.marked for raw in case.raw.values())
 
 
-@rule("warning", r".*of (\d+) devices only (\d+) is reported; (\d+) activities ran on others")
+@rule("warning", rf".*of (\d+) devices only (\d+) is reported, the busiest; others are busy for {MS}")
 def _devices(case: Case, m: re.Match[str]) -> None:
-    assert int(m[1]) > 1
+    (raw,) = case.raw.values()
+    busy_ns = {device: 0 for device in {a.device for a in raw.activities}}
+    for activity in raw.activities:
+        busy_ns[activity.device] += activity.end - activity.start
+    assert int(m[1]) == len(busy_ns) > 1 and busy_ns[int(m[2])] == max(busy_ns.values())
+    milliseconds(m[3], sum(busy_ns.values()) - max(busy_ns.values()))
 
 
 @rule("warning", r"communication kernels have no record of their group: matched as the n-th of a stream on every rank, "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ringprof.trace.columns import NONE, Activities, Trace, distinct
+from ringprof.trace.columns import NONE, Activities, Trace
 from ringprof.trace.kineto.event_list import UNREADABLE, Event
 
 _DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?([0-9]{1,4})")
@@ -120,10 +120,18 @@ class Tracks:
         return f"task {task[:40]!r}" if task else f"process {process[:40]!r}"
 
 
-def by_device(trace: Trace) -> list[Trace]:
-    """Split a trace of a process that drives several devices into one trace per device; each device is a rank."""
-    devices = distinct(trace.activities.device).tolist()
-    if len(devices) < 2:
+def by_device(trace: Trace, least_share: float = 0.0) -> list[Trace]:
+    """Split a trace of a process that drives several devices into one trace per device; each device is a rank.
+
+    The trace stays whole where a device is busy for less than ``least_share`` of the time of the busiest.
+    """
+    busy_ns = trace.activities.busy_ns()
+    devices = list(busy_ns)
+    if (
+        len(devices) < 2
+        or (least_share and NONE in devices)
+        or min(busy_ns.values()) < least_share * max(busy_ns.values())
+    ):
         return [trace]
     columns = msgspec.structs.asdict(trace.activities)
     traces = []
