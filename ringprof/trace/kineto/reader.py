@@ -142,7 +142,9 @@ def _add_damage(reading: _PassResult, piece: Piece, stream: EventStream, recover
     reading.skipped += recovered.skipped
     if reading.first_damage is None:
         reading.first_damage = recovered.first_damage
-    if piece.last and recovered.end is None:
+    # One event a line, without list and commas, has no end that could be missing.
+    lines = not stream.list_root and not stream.head and len(recovered.events) - recovered.gaps < 2
+    if piece.last and recovered.end is None and not (lines and not recovered.skipped_last):
         # Chrome's format allows a bare list without its closing bracket, but a list that is cut off looks the same.
         reading.cut_at = piece.offset + recovered.last_whole
         reading.cut_events = int(recovered.skipped_last)
