@@ -26,7 +26,7 @@ from ringprof.analysis.timeline.cpu import (
     marks_waiting,
 )
 from ringprof.analysis.timeline.idle import idle_causes
-from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, rank_kernels
+from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, launched_one_by_one, rank_kernels
 from ringprof.analysis.timeline.layers import cpu_layers, device_layers
 from ringprof.analysis.timeline.products import cpu_products, device_products
 from ringprof.analysis.timeline.recurrence import cpu_recurrence, device_recurrence
@@ -128,6 +128,8 @@ def explain(
         ),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
         launches=launch_statistics(classified, rows),
+        producer=trace.producer,
+        one_by_one=launched_one_by_one(classified, rows),
         bytes_moved=BytesMoved(
             total([transfer.sent_bytes for transfer in transfers]),
             None if np.any(sizes == NONE) else int(sizes.sum()),

@@ -27,6 +27,9 @@ NONE = -1
 """Value of an integer column that means "not given"."""
 
 
+PAGE_MIGRATION = "Page migration"
+"""Start of the names of copies that CUDA makes of managed memory when it is touched; no call launches them."""
+
 NOTES = frozenset(
     {"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends", "host_events_not_kept"}
 )
@@ -307,6 +310,8 @@ class Trace(msgspec.Struct, frozen=True):
     """Global ranks by process group name, from ``distributedInfo``."""
     base_ns: int = 0
     """``baseTimeNanoseconds`` of the file (already added to every time); 0 where absent."""
+    producer: str = "torch"
+    """Program that wrote the trace: a key of `ringprof.analysis.findings.producers.PRODUCERS`."""
     events_total: int = 0
     events_skipped: int = 0
     """Number of events that could not be read."""

@@ -33,6 +33,7 @@ from ringprof.trace.columns import (
     MEMSET,
     NONE,
     OPERATOR,
+    PAGE_MIGRATION,
     RANGE,
     RUNTIME_CALL,
     TABLES,
@@ -75,6 +76,7 @@ _ACTIVITY = {
 _COPY_NAMES = {
     1: "Memcpy HtoD", 2: "Memcpy DtoH", 3: "Memcpy HtoA", 4: "Memcpy AtoH", 5: "Memcpy AtoA", 6: "Memcpy AtoD",
     7: "Memcpy DtoA", 8: "Memcpy DtoD", 9: "Memcpy HtoH", 10: "Memcpy PtoP",
+    11: f"{PAGE_MIGRATION} to the device", 12: f"{PAGE_MIGRATION} to the host",
 }  # fmt: skip
 # A globalTid is the process number followed by 24 bits for the thread.
 _THREAD_BITS = 24
@@ -281,6 +283,7 @@ def _traces(export: _Export) -> list[Trace]:
             host=host,
             groups={},
             base_ns=base,
+            producer="nsys",
             events_total=export.total,
             events_skipped=export.skipped,
         )

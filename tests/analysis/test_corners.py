@@ -104,3 +104,24 @@ def test_hosts_without_traffic_have_an_infinite_residual() -> None:
 def test_an_unknown_name_of_a_collective_never_beats_the_kernels_own(name: str, kernel: str, kind: str) -> None:
     b = Builder().run(f"ncclDevKernel_{kernel}_RING_LL", 0, 10, launched=1, own=collective(name))
     assert kind_names(classify(b.trace())) == [kind]
+
+
+def test_launches_are_joined_by_external_id_where_no_correlation_is_given() -> None:
+    events = []
+    for number in range(3):
+        args = {"External id": 100 + number}
+        events.append(kernel(number, cat="cuda_runtime", name="cudaLaunchKernel", ts=300 * number, dur=5, args=args))
+        own = {**args, "device": 0, "stream": 7}
+        events.append(kernel(number, name="gemm", ts=300 * number + 20, dur=100, args=own))
+    (rank,) = attribute([parse_trace(document(events))]).ranks
+    assert rank.idle is not None and rank.launches is not None
+    # Each gap of 200 us lasts until 15 us before the next kernel: until its launch call returns.
+    assert (rank.idle.host_ns, rank.idle.gap_ns + rank.idle.blocked_ns, rank.launches.count) == (370_000, 30_000, 3)
+
+
+def test_an_external_id_of_several_launches_joins_nothing() -> None:
+    args = {"External id": 7}
+    events = [kernel(n, cat="cuda_runtime", name="cudaLaunchKernel", ts=300 * n, dur=5, args=args) for n in range(2)]
+    own = {**args, "device": 0, "stream": 7}
+    events += [kernel(number, name="gemm", ts=300 * number + 20, dur=100, args=own) for number in range(2)]
+    assert attribute([parse_trace(document(events))]).ranks[0].launches is None

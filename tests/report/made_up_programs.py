@@ -78,6 +78,34 @@ def communicates_outside(correlation: int | None = None) -> Program:
     return [b], None
 
 
+def written_by(producer: str, program: Program, gpu: str = "NVIDIA H200") -> Program:
+    """Return a program whose traces another profiler wrote, or of another GPU."""
+    builders, run = program
+    for builder in builders:
+        assert isinstance(builder, Builder)
+        builder.producer, builder.gpu = producer, gpu
+    return builders, run
+
+
+def partly_replayed(single: int) -> Program:
+    """Return a program in which one call launches 20 kernels, and as many calls as asked for one kernel each."""
+    b = Builder(world_size=1)
+    b.run(GEMM, 0, 10 * US, launched=1)
+    for n in range(1, 20):
+        b.run(GEMM, 20 * n * US, (20 * n + 10) * US, correlation=b.activities[0][6])
+    for n in range(single):
+        b.run(ADD, (400 + 50 * n) * US, (410 + 50 * n) * US, launched=(392 + 50 * n) * US)
+        b.operate("aten::addmm", (390 + 50 * n) * US, (399 + 50 * n) * US)
+    return [b], None
+
+
+def touches_managed_memory() -> Program:
+    b = Builder(world_size=1).run(GEMM, 0, 100 * US, launched=1)
+    for n in range(5):
+        b.run("Page migration to the host", (200 + 50 * n) * US, (210 + 50 * n) * US, category=MEMCPY)
+    return [b.run(GEMM, 460 * US, 500 * US, launched=2)], None
+
+
 def launched_far_ahead() -> Program:
     """Return a program that launches every kernel long before it runs, with 3 us between kernels."""
     return [one_gpu(*((ADD, 13 * n, 13 * n + 10, n // 100) for n in range(200)))], None
@@ -344,10 +372,21 @@ def at_random(seed: int) -> Program:
     return traced_ranks, None
 
 
+WRITERS = ("nsys", "rocprof", "ascend", "xla")
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "no communication": lambda: ([Builder(rank=r, world_size=2).run(GEMM, 0, MS, launched=1) for r in (0, 1)], None),
     "communication after the iteration": communicates_outside,
     "communication launched before profiling": partial(communicates_outside, 9),
+    **{f"launch-bound, by {name}": partial(lambda name: written_by(name, launch_bound()), name) for name in WRITERS},
+    **{f"no phases, by {name}": partial(lambda name: written_by(name, stalled_in("")), name) for name in WRITERS},
+    **{f"no launches, by {name}": partial(lambda name: written_by(name, blocked(unlaunched=5)), name)
+       for name in WRITERS},
+    "launch-bound on an AMD GPU": lambda: written_by("torch", launch_bound(), "AMD Instinct MI300X"),
+    "partly replayed": partial(partly_replayed, 40),
+    "partly replayed on an AMD GPU": lambda: written_by("torch", partly_replayed(40), "AMD Instinct MI300X"),
+    "compiled": lambda: ([one_gpu(*(("triton_poi_fused_add_0", 50 * n, 50 * n + 10, 50 * n - 8) for n in range(99)))],
+                         None),
+    "managed memory": touches_managed_memory,
     "one rank, merging": merges,
     "launch-bound": launch_bound,
     "many short calls in one stretch": one_slow_stretch,

@@ -48,6 +48,15 @@ NAMES = {
 # --- where it came from: idle time -----------------------------------------------------------------------------
 
 
+@rule("verdict", rf"{P} of the time nothing runs on the GPU until pages of managed memory move, which the host or the "
+      r"GPU touches")  # fmt: skip
+def _migrates(case: Case, m: re.Match[str]) -> None:
+    (raw,) = case.raw.values()
+    migrations = [row for row in raw.stretches if row[2].name.startswith("Page migration")]
+    waits = [after.start - start for start, _, after in migrations]
+    percent(m[1], sum(wait for wait in waits if wait >= 5000) / raw.swept["wall"])
+
+
 BECAUSE = r"(because its next work is not launched yet)?( or )?(in gaps below 5 us)?"
 
 

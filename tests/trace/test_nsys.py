@@ -191,6 +191,21 @@ def test_a_compressed_export_is_read_like_others(tmp_path, suffix, monkeypatch):
     assert not list((tmp_path / "scratch").rglob("*.sqlite"))
 
 
+def test_page_migrations_of_managed_memory_are_named(tmp_path):
+    path = export(tmp_path / "one.sqlite", 100)
+    with closing(sqlite3.connect(path)) as connection:
+        for start, kind in ((30_000, 12), (60_000, 11)):
+            values = (start, start + 1000, process(100), kind)
+            connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?,?,0,9,0,?,65536,?)", values)
+        connection.commit()
+    (trace,) = read_nsys(path)
+    assert trace.producer == "nsys"
+    (rank,) = attribute([trace]).ranks
+    assert rank.idle is not None
+    blocked = {event.name: event.time_ns for event in rank.idle.events if event.event_class == "blocked"}
+    assert blocked["managed memory"] == (30_000 - 9100) + (60_000 - 31_000)
+
+
 def test_an_export_without_gpu_work_is_refused(tmp_path):
     with pytest.raises(TraceFormatError, match="no GPU activity"):
         read_nsys(export(tmp_path / "empty.sqlite"))

@@ -172,7 +172,8 @@ def _trace(reading: _PassResult, name: str) -> Trace:
         path=name, names=list(collector.names), **tables,
         collectives=[with_group(collective, groups) for collective in collector.collectives], devices=metadata.devices,
         rank=rank_of_name if metadata.rank is None else metadata.rank, world_size=metadata.world_size,
-        host=metadata.host, groups=groups, base_ns=metadata.base_ns, events_total=collector.total + reading.skipped,
+        host=metadata.host, groups=groups, base_ns=metadata.base_ns, producer=collector.tracks.producer,
+        events_total=collector.total + reading.skipped,
         events_skipped=reading.skipped, warnings=_warnings(reading),
     )  # fmt: skip
     trace = without_repeats(trace)

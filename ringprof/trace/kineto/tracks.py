@@ -57,6 +57,8 @@ class Tracks:
     def __init__(self) -> None:
         self._processes: dict[object, str] = {}
         self._streams: dict[tuple[object, object], int] = {}
+        self.producer = "torch"
+        """Program that wrote the trace, as in `Trace.producer`."""
         self._npu: object = None
         """Process of CANN's tasks; only the first of several is read."""
 
@@ -86,10 +88,12 @@ class Tracks:
         device = _DEVICE.fullmatch(process)
         if device is None:
             category = self._category_on_npu(event, process)
+            self.producer = "ascend" if category else self.producer
             return msgspec.structs.replace(event, cat=category, pid=0) if category else None
         stream = self._streams.get((event.pid, event.tid)) if device["xla"] else event.tid
         if stream is None:
             return None
+        self.producer = "xla" if device["xla"] else "rocprof"
         copied = _COPY_OR_SET.match(event.name or "")
         category = copied[0].lower() if copied else "kernel"
         return msgspec.structs.replace(event, cat=category, pid=int(device[2]), tid=stream)
