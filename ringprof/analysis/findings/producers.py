@@ -9,7 +9,7 @@ from ringprof.analysis.attribution import Attribution
 
 
 class Producer(NamedTuple):
-    """What one profiler calls the ways to see more, and its programs the ways to launch less."""
+    """Names of the ways to see more with one profiler, and to launch less in its programs."""
 
     phases: str
     """Marks that name the phases of a program."""

@@ -46,7 +46,7 @@ from ringprof.trace.kineto.forward_arrows import FORWARD_ARROW, ForwardArrows
 from ringprof.trace.kineto.host_rows import HostRows
 from ringprof.trace.kineto.shapes import ShapeReader, has_shapes
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
-from ringprof.trace.kineto.tracks import Tracks
+from ringprof.trace.kineto.tracks import HOST_TO_DEVICE, Tracks, launch_of_arrow
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
 from ringprof.trace.operator_flops import FORMULAS, OperatorFlops
 
@@ -298,6 +298,8 @@ class Collector:
             elif phase == "s" or phase == "f":
                 if event.cat == FORWARD_ARROW:
                     arrows.append(event)
+                elif phase == "s" and event.cat == HOST_TO_DEVICE and (launch := launch_of_arrow(event)):
+                    launches.append(launch)
             elif phase == "M":
                 others.append(event)
             elif phase == "i" and event.name == MEMORY_EVENT:
@@ -445,7 +447,9 @@ class Collector:
                 return integers([_first_known(a.external_id, a.old_external_id) for a in args])
             case "collective":
                 return np.array([NONE if a.collective is None else self._collective_index(a) for a in args], np.int32)
-        if name == "correlation" and not on_device:
+        if name == "correlation" and on_device:
+            return integers([_first_known(a.correlation, a.connection) for a in args])
+        if name == "correlation":
             return integers([_launch_id(a) for a in args])
         return integers([getattr(a, name) for a in args])
 

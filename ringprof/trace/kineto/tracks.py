@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ringprof.trace.columns import NONE, Activities, Trace
+from ringprof.trace.kineto.collectives import whole_number
 from ringprof.trace.kineto.event_list import UNREADABLE, Event
 
 _DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?([0-9]{1,4})")
@@ -49,6 +50,20 @@ def _task(event: Event) -> str:
     name = event.name or ""
     named_by_type = _COPIES.fullmatch(name) or (name.isupper() and _RUNS_NOTHING.search(name))
     return name if kind == _UNTYPED and named_by_type else kind
+
+
+HOST_TO_DEVICE = "HostToDevice"
+"""Category of CANN's arrows from launches to tasks. The upper half of an arrow's number is the task's connection."""
+_CONNECTION_BITS = 32
+
+
+def launch_of_arrow(arrow: Event) -> Event | None:
+    """Return the launch, without duration, from which an arrow of CANN starts; None if its number is unreadable."""
+    number = whole_number(arrow.id)
+    if number is None:
+        return None
+    args = msgspec.Raw(b'{"correlation": %d}' % (number >> _CONNECTION_BITS))
+    return Event(cat="cann_runtime", ts=arrow.ts, dur=msgspec.Raw(b"0"), tid=arrow.tid, args=args, ph="X")
 
 
 class Tracks:
