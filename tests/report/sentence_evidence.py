@@ -141,6 +141,12 @@ def _launched_before(case: Case, m: re.Match[str]) -> None:
         milliseconds(text, union_ns(spans))
 
 
+@rule("warning", r"(\d+) copied hops do not tell which rank they write to: time blocked on a peer counts as idle")
+def _nameless(case: Case, m: re.Match[str]) -> None:
+    assert 0 < int(m[1]) <= sum(a.name.startswith("Memcpy PtoP") for raw in case.raw.values() for a in raw.activities)
+    assert not any(row.get("blocked_on_peer_ns") for row in case.report["ranks"])
+
+
 @rule("warning", r"(\d+) kernels or copies are 0 ns long")
 def _zero(case: Case, m: re.Match[str]) -> None:
     assert int(m[1]) == sum(a.start == a.end for raw in case.raw.values() for a in raw.activities)

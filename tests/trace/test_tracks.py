@@ -218,6 +218,7 @@ def test_npu_tasks_are_joined_to_their_launches_by_arrows(tmp_path):
     assert trace.producer == "ascend" and not trace.warnings
     (rank,) = attribute([trace]).ranks
     # Gaps of 90 us: the second task is launched 70 us into the first gap, the third after its own start.
+    assert rank.idle is not None
     assert (rank.idle.host_ns, rank.idle.blocked_ns) == (70_000 + 90_000, 20_000)
 
 

@@ -5,6 +5,7 @@ Sentences name the longest part first, so that matrix products are never named a
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
@@ -178,11 +179,21 @@ def _longest_parts(attribution: Attribution, summary: Summary) -> list[tuple[str
     merged = {kind for kinds in RATED_PARTS.values() for kind in kinds}
     rows = [(part, label_of(part, summary), _share_of_wall(attribution, part)) for part in RATED_PARTS]
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
-    rows += [
-        (row.kind, KIND[row.kind].label, _busy_ns(attribution, row.kind) / wall)
-        for row in summary.kinds if row.kind in COMPUTE and row.kind not in merged and wall
-    ]  # fmt: skip
+    for kind in (row.kind for row in summary.kinds if row.kind in COMPUTE and row.kind not in merged and wall):
+        label = KIND[kind].label + _longest_of_other(attribution, kind)
+        rows.append((kind, label, _busy_ns(attribution, kind) / wall))
     return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
+
+
+def _longest_of_other(attribution: Attribution, kind: str) -> str:
+    """Name the kernel that takes most of the time of kind ``other``, in parentheses; empty for other kinds."""
+    rows = [kernel for kernel in attribution.kernels if kernel.kind == kind == "other"]
+    if not rows or 2 * rows[0].time_ns <= sum(kernel.time_ns for kernel in rows):
+        return ""
+    return f" (most of it {re.split('[(<]', rows[0].name)[0].strip()[:_LONGEST_NAME] or 'without a name'})"
+
+
+_LONGEST_NAME = 60
 
 
 def _busy_ns(attribution: Attribution, kind: str) -> int:
