@@ -261,6 +261,12 @@ def with_shapes() -> Program:
     return builders, None
 
 
+def with_few_shapes() -> Program:
+    """Return a training step whose shapes are recorded for a thirtieth of its matrix products."""
+    step = Step(rank=0, world=1).product(100, 102, launched=10).product(200, 258, launched=20, dims=None)
+    return [step.run("elementwise_kernel", 258, 259, launched=30)], None
+
+
 def unrecorded_sharding() -> Program:
     """Return two ranks whose long collectives have no record, so that waiting and wire cannot be separated."""
     builders = []
@@ -430,6 +436,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "clocks apart": clocks_apart,
     "two groups at once": two_groups_at_once,
     "data parallel with shapes": with_shapes,
+    "few shapes": with_few_shapes,
     "sharded without records": unrecorded_sharding,
     "two kinds between hosts": two_kinds_between_hosts,
     "CPU, one host": partial(on_cpu, ["a", "a"]),

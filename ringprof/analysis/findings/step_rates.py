@@ -218,7 +218,7 @@ def _share_of_wall(attribution: Attribution, name: str) -> float:
 def _rate_clause(rates: StepRates | None, part: str) -> str:
     """Return a part's rate in parentheses; empty where it is not known."""
     row = rates.part(part) if rates else None
-    if row is None or row.tflops is None or row.coverage < _MIN_RATED:
+    if row is None or row.tflops is None or row.coverage < MIN_RATED:
         return ""
     return f" ({flops_in_words(row.tflops, '/s')}{MASKS_UNKNOWN if row.mask_unknown else ''})"
 
@@ -229,7 +229,7 @@ def flops_in_words(tera: float, per: str = "") -> str:
     return f"{three_digits(tera / unit)} {prefix}FLOP{per}"
 
 
-_MIN_RATED = 0.1
+MIN_RATED = 0.1
 """Smallest share of a part's time with known shapes from which on its rate is told in a sentence."""
 MASKS_UNKNOWN = " at most: attention masks are not recorded"
 
@@ -249,7 +249,7 @@ def shape_coverage_clause(rates: StepRates) -> str:
     missing = [
         f"{percent(row.coverage)} of the {_TIMES[row.part]} time" for row in rates.parts if row.coverage < MIN_COVERAGE
     ]
-    is_rated = any(row.tflops is not None and row.coverage >= _MIN_RATED for row in rates.parts)
+    is_rated = any(row.tflops is not None and row.coverage >= MIN_RATED for row in rates.parts)
     rates_clause = ", and rates are of that time" if is_rated else ""
     return f"shapes are recorded for {' and '.join(missing)}{rates_clause}" if missing else ""
 
