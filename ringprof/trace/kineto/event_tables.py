@@ -203,7 +203,7 @@ class Collector:
         """Number of events with each oddity; keys are warning codes."""
         self.unread: Counter[str] = Counter()
         """Number of events of each unknown category, or of each process without categories."""
-        self._tracks = Tracks()
+        self.tracks = Tracks()
         self._rows_by_process = Counter[tuple[object, object]]()
         """Number of activities by device and process. In one rank's trace, each device has one process."""
         self._launches_by_process = Counter[object]()
@@ -250,7 +250,7 @@ class Collector:
         """Add the next events; those without use for the analysis are dropped."""
         self.total += len(events)
         others = self._sort(events)
-        self._tracks.add_names(event for event in others if event.ph == "M")
+        self.tracks.add_names(event for event in others if event.ph == "M")
         for event in others:
             if event.ph == "X":
                 self._add_uncategorized(event)
@@ -321,11 +321,11 @@ class Collector:
 
     def _add_uncategorized(self, event: Event) -> None:
         """Queue an event of unknown category if its track is a device's; else count its category as unread."""
-        activity = self._tracks.device_event(event)
+        activity = self.tracks.device_event(event)
         if activity:
             self._queued["activities"].append(activity)
             return
-        source = self._tracks.unread_source(event)
+        source = self.tracks.unread_source(event)
         if source is None:
             self.oddities["missing_category"] += 1
         elif source:
