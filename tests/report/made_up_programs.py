@@ -70,6 +70,14 @@ def one_slow_stretch() -> Program:
     return [b], None
 
 
+def unknown_kernels(share: int) -> Program:
+    """Return two ranks whose kernels of unknown kind, which may communicate, take ``share`` percent of the time."""
+    builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
+    for b in builders:
+        b.run("ring_42", 0, share - 1).run("ring_43", share - 1, share).run(GEMM, share, 100)
+    return builders, None
+
+
 def launched_far_ahead() -> Program:
     """Return a program that launches every kernel long before it runs, with 3 us between kernels."""
     return [one_gpu(*((ADD, 13 * n, 13 * n + 10, n // 100) for n in range(200)))], None
@@ -338,6 +346,8 @@ def at_random(seed: int) -> Program:
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "no communication": lambda: ([Builder(rank=r, world_size=2).run(GEMM, 0, MS, launched=1) for r in (0, 1)], None),
+    "kernels of unknown kind": partial(unknown_kernels, 62),
+    "few kernels of unknown kind": partial(unknown_kernels, 9),
     "one rank, merging": merges,
     "launch-bound": launch_bound,
     "many short calls in one stretch": one_slow_stretch,

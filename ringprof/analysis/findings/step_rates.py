@@ -179,13 +179,13 @@ def _longest_parts(attribution: Attribution, summary: Summary) -> list[tuple[str
     rows = [(part, label_of(part, summary), _share_of_wall(attribution, part)) for part in RATED_PARTS]
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     rows += [
-        (row.kind, KIND[row.kind].label, _busy_ns(attribution, row.kind) / wall)
+        (row.kind, KIND[row.kind].label, busy_ns(attribution, row.kind) / wall)
         for row in summary.kinds if row.kind in COMPUTE and row.kind not in merged and wall
     ]  # fmt: skip
     return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
 
 
-def _busy_ns(attribution: Attribution, kind: str) -> int:
+def busy_ns(attribution: Attribution, kind: str) -> int:
     """Sum over ranks the time in which any activity of a kind runs."""
     kinds_by_rank = [rank.breakdown.kinds for rank in attribution.ranks]
     return sum(times[kind].busy_ns for times in kinds_by_rank if kind in times)
