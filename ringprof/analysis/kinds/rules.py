@@ -108,7 +108,8 @@ RULES: tuple[Rule, ...] = (
     Rule("comm_other", "symmetric memory", r"(put|wait)_signal_kernel|\bbarrier_kernel|multimem_"),
     Rule("comm_other", "symmetric memory", r"barrier_?all|ipc_?barrier"),
     Rule("comm_other", "symmetric memory", r"symm_mem", then=r"barrier"),
-    Rule("comm_other", "peer memory", r"(?<![a-z])ipc_\w{0,40}(push|pull|rsag)|(put|get)mem|_halos?_|halo_exchange"),
+    Rule("comm_other", "peer memory", r"(?<![a-z])ipc_\w{0,40}(push|pull|rsag)|_halos?_|halo_exchange"),
+    Rule("comm_other", "NVSHMEM", r"(?<![a-z])(put|get)mem"),
     Rule("all_to_all", "CANN", r"moedistribute(dispatch|combine)"),
     Rule("comm_other", "other", r"\bhccl|(?<![a-z])hcom_|dlslime|oneccl|(?<![a-z])i(send|recv)"),
     Rule("send_recv", "peer memory", r"(?<![a-z])p2p_"),
@@ -233,7 +234,7 @@ RULES: tuple[Rule, ...] = (
     Rule("elementwise", "MIOpen", r"(sub|op)_?tensor_?op|optensor"),
     *_rules(
         "gemm",
-        ("cuBLAS", r"nvjet|cublas|splitkreduce|xmma|reduce_1block_kernel|gemv"),
+        ("cuBLAS", r"nvjet|cublas|splitk_?reduce|xmma|reduce_1block_kernel|gemv"),
         ("cuBLAS", r"epilogue::impl::globalkernel|(?<![a-z])scal_kernel<"),
         ("", r"(?<!fb)gemm(?!::)|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm"),
         ("", r"flatmm|(?<!copy_)wgrad"),
