@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from ringprof.workload.mask import Mask
+from tests.strategies.gpu_ranks import why_kernel_is_left_out
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,11 +31,9 @@ BLOCKS = [(1, 8, 8, 512, 512, True), (2, 8, 2, 500, 500, True), (2, 8, 8, 256, 5
 def _kernel(
     name: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, *, deterministic: bool = False
 ) -> Kernel:
-    reason = KERNELS[name].why_unsupported(torch.device("cuda"), dtype, head_dim)
+    reason = why_kernel_is_left_out(name, dtype, head_dim)
     if reason:
         pytest.skip(f"{name} {reason}")
-    if name == "flash-attn" and "+hdim128" in version("flash-attn") and (dtype, head_dim) != (torch.bfloat16, 128):
-        pytest.skip("this build of flash-attn has bf16 with head_dim 128 only")
     return KERNELS[name]()
 
 
