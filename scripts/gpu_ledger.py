@@ -152,11 +152,12 @@ def sentence(ledger: Ledger) -> str:
     where = sorted(
         {f"{entry['gpus']} {entry['gpu']} with torch {entry['torch'].partition('+')[0]}" for entry in entries}
     )
-    failing = sum(bool(entry["failed"]) for entry in entries)
+    good = sum(bool(entry["passed"] and not entry["failed"]) for entry in entries)
+    passed, skipped = (sum(entry[kind] for entry in entries) for kind in ("passed", "skipped"))
     text = (
-        f"{LINE} ran last on {' to '.join(dict.fromkeys((days[0], days[-1])))}, on {'; '.join(where)}: "
-        f"{len(ledger) - failing} of {len(ledger)} files passed. `tests/gpu_ledger.json` has the commit of each,"
-        " `python scripts/gpu_ledger.py` lists those whose code has changed since."
+        f"{LINE} ran last on {' to '.join(dict.fromkeys((days[0], days[-1])))}, on {'; '.join(where)}: {good} of"
+        f" {len(ledger)} files passed ({passed} tests; {skipped} were skipped). `tests/gpu_ledger.json` has the commit"
+        " of each, `python scripts/gpu_ledger.py` lists those whose code has changed since."
     )
     return textwrap.fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 

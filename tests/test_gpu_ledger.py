@@ -15,11 +15,11 @@ from tests.pairs import pairs
 from tests.paths import ROOT
 
 WHERE = {"gpu": "NVIDIA H200", "gpus": 2, "torch": "2.11.0+cu128", "kernels": {}, "commit": "unknown"}
-TESTS = """
+TESTS = f"""
 import time, pytest
 from tests.helper import VALUE
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.{"gpu"}
 
 def test_passes(): assert VALUE
 
@@ -121,7 +121,10 @@ def test_a_file_that_hangs_is_ended_and_counts_as_failed(ledger: Any, tree: Path
 
 
 def test_newer_entries_of_another_ledger_are_merged_and_said(ledger: Any, tmp_path: Path) -> None:
-    old, new = ({**WHERE, "date": f"2026-11-{day}T10:00", "failed": failed} for day, failed in ((20, 0), (21, 3)))
+    old, new = (
+        {**WHERE, "date": f"2026-11-{day}T10:00", "passed": 5, "skipped": 2, "failed": failed}
+        for day, failed in ((20, 0), (21, 3))
+    )
     own, other, page = (tmp_path / name for name in ("own.json", "other.json", "page.md"))
     ledger.write({"a": new, "b": old}, own)
     ledger.write({"a": old, "b": new, "c": old}, other)
@@ -131,7 +134,9 @@ def test_newer_entries_of_another_ledger_are_merged_and_said(ledger: Any, tmp_pa
         assert ledger.read(own) == {"a": new, "b": new, "c": old}
         text = page.read_text()
         assert text.startswith(f"* before\n{ledger.LINE} ran last on 2026-11-20 to 2026-11-21, on 2 NVIDIA H200 with")
-        assert text.endswith("\n* after\n\nend\n") and "1 of 3 files passed" in " ".join(text.split())
+        assert text.endswith("\n* after\n\nend\n") and "1 of 3 files passed (15 tests; 6 were skipped)" in " ".join(
+            text.split()
+        )
 
 
 def test_devices_of_test_files_take_turns(ledger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
