@@ -212,6 +212,17 @@ def devices(count: int, turn: int) -> str:
     return ",".join(names[turn % len(names) :] + names[: turn % len(names)])
 
 
+_running: set[int] = set()
+"""Process groups of the files that run now."""
+
+
+def _end(group: int) -> None:
+    """End what is left of a file's processes: ranks would keep their GPUs."""
+    _running.discard(group)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def run_file(file: str, folder: Path, visible: str, limit_s: float, root: Path = ROOT) -> Entry:
     """Run one test file and return how it ended; its log and its results in JUnit's form go to ``folder``."""
     name = file.removesuffix(".py").replace("/", "-")
@@ -225,11 +236,11 @@ def run_file(file: str, folder: Path, visible: str, limit_s: float, root: Path =
             command, cwd=root, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": visible},
         )  # fmt: skip
+        _running.add(process.pid)
         code: int | None = None
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(limit_s)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end(process.pid)
         process.wait()
     counts = {"passed": 0, "skipped": 0, "failed": 1}
     # 0: all passed; 1: some failed; 5: no test of this file belongs here.
@@ -265,12 +276,19 @@ def run_files(
 
     for group, workers in ((together, AT_ONCE), (alone, 1)):
         with ThreadPoolExecutor(workers) as pool:
-            for done in as_completed([pool.submit(run, file) for file in group]):
-                file, entry = done.result()
-                if entry is None:
-                    print(f"no time left for {file}", flush=True)
-                else:
-                    yield file, entry
+            try:
+                for done in as_completed([pool.submit(run, file) for file in group]):
+                    file, entry = done.result()
+                    if entry is None:
+                        print(f"no time left for {file}", flush=True)
+                    else:
+                        yield file, entry
+            except BaseException:
+                # Such as Ctrl-C, which the files' own process groups do not receive.
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process_group in list(_running):
+                    _end(process_group)
+                raise
 
 
 def _expected_s(file: str, ledger: Ledger) -> float:
@@ -306,6 +324,7 @@ def run_suite(options: argparse.Namespace, path: Path, page: Path) -> int:
     files = options.files or due
     folder = options.output or Path(tempfile.mkdtemp(prefix="gpu-tests-"))
     folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     left, began = set(files), time.monotonic()
     for file, entry in run_files(files, ledger, where, folder, options.limit):
         left.discard(file)
