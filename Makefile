@@ -37,7 +37,7 @@ demo: $(VENV)/.record
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -m 'not long and not processes' $(WORKERS) $(PYTEST)
-	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python scripts/gpu_ledger.py --run
+	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python scripts/gpu_ledger.py --run --limit 3600
 
 test-gpu: $(if $(NAMED),,$(VENV)/.dev)
 	@$(GPU_PYTHON) scripts/gpu_ledger.py --run $(GPU)

@@ -73,12 +73,13 @@ def test_an_entry_is_out_of_date_after_a_change_of_what_it_covers(ledger: Any, t
     assert ledger.stale({}, tree) == {"tests/test_a.py": "never run"}
 
     def entry(**other: Any) -> dict[str, Any]:
-        return {"passed": 1, "skipped": 0, "failed": 0, "sources": ledger.sources("tests/test_a.py", tree), **other}
+        return {**WHERE, "passed": 1, "failed": 0, "sources": ledger.sources("tests/test_a.py", tree), **other}
 
     entries = {"tests/test_a.py": entry()}
     assert ledger.stale(entries, tree) == {} and "all 1 files passed" in ledger.summary(entries, tree)
     assert ledger.stale({"tests/test_a.py": entry(failed=2)}, tree) == {"tests/test_a.py": "2 failed"}
     assert ledger.stale({"tests/test_a.py": entry(passed=0)}, tree) == {"tests/test_a.py": "all skipped"}
+    assert ledger.stale({"tests/test_a.py": entry(gpus=1)}, tree) == {}
     for name, part in (("product/a.py", "product"), ("tests/helper.py", "tests"), ("tests/test_a.py", "tests")):
         before = (tree / name).read_text()
         (tree / name).write_text(before + "# changed\n")
@@ -94,6 +95,11 @@ def test_a_file_is_due_on_another_gpu_or_on_more_of_them(ledger: Any, tree: Path
     assert ledger.is_due(file, {}, WHERE, tree)
     others: list[dict[str, Any]] = [{}, {"gpus": 1}, {"gpus": 4}, {"gpu": "NVIDIA B200"}]
     assert [ledger.is_due(file, entries, {**WHERE, **other}, tree) for other in others] == [False, False, True, True]
+    entries[file]["gpus"] = 1
+    (tree / file).write_text(TESTS + "# needs_two_gpus\n")
+    entries[file]["sources"] = ledger.sources(file, tree)
+    assert ledger.why_stale(file, entries, tree) == "ran on 1 GPU" and ledger.is_due(file, entries, WHERE, tree)
+    assert not ledger.is_due(file, entries, {**WHERE, "gpus": 1}, tree), "it has run where there is no second one"
     entries[file]["failed"] = 1
     assert ledger.is_due(file, entries, WHERE, tree)
 

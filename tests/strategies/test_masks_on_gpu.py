@@ -1,4 +1,4 @@
-"""Packed documents and windows on GPU kernels, against float64: one kernel, and strategies on several GPUs."""
+"""Packed documents and windows on GPUs, against float64: kernels, and strategies over both transports of hops."""
 
 from __future__ import annotations
 
