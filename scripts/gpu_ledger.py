@@ -72,7 +72,7 @@ def sources(file: str, root: Path = ROOT) -> dict[str, str]:
 
 
 def _python_files(path: Path) -> list[Path]:
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.exists() else []
 
 
 def _with_imports(path: Path, root: Path, known: set[Path]) -> set[Path]:

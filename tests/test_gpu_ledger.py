@@ -53,6 +53,8 @@ def tree(tmp_path: Path) -> Path:
 def test_covered_sources_exist_and_hold_what_the_test_files_import(ledger: Any) -> None:
     files = ledger.gpu_test_files()
     assert "tests/strategies/test_gpu.py" in files
+    settings = ledger.settings()
+    assert [name for name in (*settings["covers"], *settings["alone"]) if not (ROOT / name).exists()] == []
     for file in files:
         covers = ledger.sources(file).keys() - {"tests"}
         assert all((ROOT / cover).exists() for cover in covers), file
