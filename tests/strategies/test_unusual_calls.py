@@ -112,6 +112,29 @@ def test_a_scale_that_is_refused(name, scale):
         create(name).attention(*inputs(WorkloadShard(seq=8))[:3], softmax_scale=scale)
 
 
+def saturated(rank: int) -> dict[str, list[float]]:
+    """Return the errors of dQ, dK and dV in bf16 where scores are in the thousands."""
+    problem = WorkloadShard(seq=256, heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16, kernel="cpu-flash")
+    q, k, v, dout = inputs(problem)
+    full = [60 * q, 60 * k, v]
+    leaves = [x.double().requires_grad_() for x in full]
+    plain(*leaves, scale=1 / 8)[0].backward(dout.double())
+    errors = {}
+    for name in ("zigzag", "burst"):
+        strategy = create(name, kernel=problem.kernel)
+        local = [strategy.shard(x).requires_grad_() for x in full]
+        strategy.attention(*local).backward(strategy.shard(dout))
+        gradients: list[tuple[Any, Any]] = [(x.grad, y.grad) for x, y in zip(local, leaves, strict=True)]
+        errors[name] = [relative_error(strategy.unshard(value), true) for value, true in gradients]
+    return errors
+
+
+@pytest.mark.processes
+def test_burst_is_as_exact_as_zigzag_where_scores_are_large():
+    for errors in run_ranks(2, saturated):
+        assert all(a <= 1.2 * b for a, b in zip(errors["burst"], errors["zigzag"], strict=True)), errors
+
+
 # --- arguments --------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
