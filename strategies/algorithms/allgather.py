@@ -237,7 +237,11 @@ class _RemoteKeys:
         """Select the needed keys (B, S', Hkv, D) from the gathered ones (N, B, S, Hkv, D)."""
         batch, *head = gathered.shape[1], *gathered.shape[3:]
         rows, flat = self._rows_on(gathered.device, batch), gathered.flatten(0, 2)
-        some = flat[rows] if isinstance(rows, slice) else flat.index_select(0, rows)
+        if not isinstance(rows, slice):
+            some = flat.index_select(0, rows)
+        else:
+            # A view keeps all gathered keys in memory: not for less than half of them.
+            some = flat[rows] if 2 * (rows.stop - rows.start) >= len(flat) else flat[rows].clone()
         return some.view(batch, len(some) // batch, *head)
 
     def scatter(self, parts: list[tuple[slice, Tensor]], like: Tensor, wire: torch.dtype) -> Tensor:
