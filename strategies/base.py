@@ -60,6 +60,7 @@ _COMPARED_OPTIONS = (
 """Options that all ranks must call with alike, beside shapes and types."""
 _COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
 """Parts that ranks compare at every call, once there were packed documents: options, and shapes of tensors."""
+_PLAIN_MASKS = {causal: Mask(causal=causal) for causal in (True, False)}
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
 POSITIONS_KEPT = 8
@@ -419,7 +420,10 @@ class Strategy(Expectations, ABC):
         options = causal, signed_scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
         self._check_call(q, k, v, options, documents)
         sharded_mask, seq, size = None, q.shape[1] * self.comm.size, self.comm.size
-        mask = mask_of_call(documents, window, causal=causal, prefix=prefix, seq=seq)
+        is_plain = not packed and not prefix and window == (-1, -1)
+        mask = (_PLAIN_MASKS.get(causal) if is_plain else None) or mask_of_call(
+            documents, window, causal=causal, prefix=prefix, seq=seq
+        )
         if not mask.plain:
             reason = self.why_mask_unsupported(mask, seq, size, **self.parameters)
             if reason:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ringprof.integrations.batches import shard_batch
 from ringprof.strategies import Unsupported, create, names
 from tests.strategies.cases import CASES, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -183,6 +184,13 @@ def test_sharding_never_drops_or_repeats_tokens(name, documents):
     ]  # fmt: skip
     for call in calls:
         assert refusal(call) == f"the documents end at {documents[-1]}, and the sequence has 48 tokens"
+
+
+@pytest.mark.parametrize("lengths", [[0, 40], [0, 60], [0, 20, 40]])
+def test_a_batch_whose_documents_end_elsewhere_is_refused(lengths):
+    batch = {"input_ids": torch.zeros(1, 48, dtype=torch.int64), "cu_seq_lens_q": torch.tensor(lengths)}
+    text = refusal(lambda: shard_batch(batch, create("zigzag")))
+    assert text == f"cu_seq_lens_q ends at {lengths[-1]}, and the batch has 48 tokens"
 
 
 def refused_by_one_rank(rank: int) -> list[str]:
