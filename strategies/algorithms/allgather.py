@@ -72,6 +72,7 @@ class AllGather(Strategy):
         self.layout = LAYOUTS[layout]
         self.parameters |= {"layout": layout, "documents_layout": documents_layout, "grad_wire": grad_wire}
         self.parameters["heads_at_a_time"] = heads_at_a_time
+        self._captured: set[_RemoteKeys] = set()
         self.kv = self.comm.collective("kv")
         self.dkv = self.comm.collective("dkv")
 
@@ -186,7 +187,11 @@ class AllGather(Strategy):
     def _remote_keys(self, local_seq: int, call: AttentionCall) -> _RemoteKeys:
         """Return the blocks of this rank's queries with the keys of all other ranks."""
         is_zigzag = self.parameters["layout"] == "zigzag"
-        return _remote_keys(self.comm.rank, self.comm.size, local_seq, call.causal, is_zigzag, call.sharded_mask)
+        remote = _remote_keys(self.comm.rank, self.comm.size, local_seq, call.causal, is_zigzag, call.sharded_mask)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            # A CUDA graph reads the rows at each replay, when the cache may have dropped them.
+            self._captured.add(remote)
+        return remote
 
 
 @lru_cache(maxsize=16)
