@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringprof.dryrun.schedule import AttentionOp, CommStart, MemoryOp
 from ringprof.prediction.schedules import schedule
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp
-from ringprof.run import Workload
 from ringprof.strategies import create, names
 from ringprof.strategies.transport import groups
+from ringprof.workload.workload import Workload
 from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, over_the_ranks
 from tests.strategies.ranks import run_ranks
 
