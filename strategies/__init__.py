@@ -30,7 +30,7 @@ _MODULES = {
     "Unsupported": "errors",
     "WrongGradient": "errors",
     "create": "registry",
-    "create_recurrent": "recurrent.state_strategies",
+    "create_recurrent": "recurrent.registry",
     "find": "catalog",
     "for_inference": "registry",
     "for_recurrences": "registry",
