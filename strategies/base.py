@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
 from ringprof.workload.mask import Mask
@@ -32,7 +34,8 @@ from .kernels.merge import (
     wide_type,
     with_sinks,
 )
-from .kernels.registry import choose_kernel
+from .kernels.proof import Case, agreed_kernels, cases_of, choose_proven
+from .kernels.registry import NOTHING_REFUSED, choose_kernel
 from .kernels.uncompiled import uncompiled
 from .masks.cache_layout import CacheLayout
 from .masks.document_layouts import DocumentsLayout as DocumentsLayout
@@ -62,6 +65,8 @@ _COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
 """Parts that ranks compare at every call, once there were packed documents: options, and shapes of tensors."""
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
+_Use = tuple[int, int, int, bool]
+"""Heads of q and of k, size of v's heads, and whether the mask is causal."""
 POSITIONS_KEPT = 8
 """Number of position tensors that a strategy caches."""
 _KEPT_DOCUMENTS = 4096
@@ -423,7 +428,7 @@ class Strategy(Expectations, ABC):
         needs: dict[str, Any] = {}
         if sharded_mask or softcap:
             needs = self._kernel_requirements(sharded_mask.mask if sharded_mask else None, softcap)
-        kernel = self.kernel_for(q, **needs)
+        kernel = self.kernel_for(q, use=(q.shape[2], k.shape[2], v.shape[3], causal), **needs)
         call = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, sharded_mask)
         attend = self.differentiable
         out, lse = attend(call, q, k, v) if self.exchange is None else self.exchange.around(attend, call, q, k, v)
@@ -466,27 +471,70 @@ class Strategy(Expectations, ABC):
     def kernel_class(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
         windows: bool = False, documents: bool = False, softcap: float = 0.0,
+        refused: Mapping[str, str] = NOTHING_REFUSED,
     ) -> type[Kernel]:  # fmt: skip
-        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`."""
+        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`.
+
+        ``refused``: why kernels are not used, by name.
+        """
         return choose_kernel(
             name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
-            documents=documents, softcap=softcap,
+            documents=documents, softcap=softcap, refused=refused,
         )  # fmt: skip
 
-    def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0) -> Kernel:
+    def kernel_for(
+        self,
+        q: Tensor,
+        *,
+        windows: bool = False,
+        documents: bool = False,
+        softcap: float = 0.0,
+        use: _Use | None = None,
+    ) -> Kernel:
         """Return the kernel for blocks of tensors like ``q`` that supports ``windows``, ``documents`` and ``softcap``.
 
-        Raises `Unsupported` where it is not available.
+        With ``use``, collective the first time: the kernel has proven itself on all ranks, and calls without it then
+        return that kernel. Raises `Unsupported` where no kernel is available.
         """
-        key = q.device, q.dtype, q.shape[-1], windows, documents, softcap
+        key = q.device, q.dtype, q.shape[-1], windows, documents, softcap, use
         if key not in self._kernels:
-            chosen = self.kernel_class(
-                self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents,
-                softcap=softcap,
-            )  # fmt: skip
+            features = {"windows": windows, "documents": documents, "softcap": softcap}
+            chosen = self._proven_class(q, use, features)
             existing = (x for x in self._kernels.values() if type(x) is chosen and x.softcap == softcap)
-            self._kernels[key] = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            kernel = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            self._kernels[key] = self._kernels[(*key[:-1], None)] = kernel
         return self._kernels[key]
+
+    def _proven_class(self, q: Tensor, use: _Use | None, features: dict[str, Any]) -> type[Kernel]:
+        """Return the kernel that `kernel_for` chooses; with ``use``, one that all ranks have found to be right."""
+
+        def choose(refused: Mapping[str, str]) -> type[Kernel]:
+            options = {**features, **({"refused": refused} if refused else {})}
+            return self.kernel_class(
+                self._kernel_name, q.device, q.dtype, q.shape[-1], deterministic=self._deterministic, **options
+            )
+
+        # Kernels of other packages' strategies compute in their own way, and kernels for checks are the truth.
+        exempt = self.KERNELS or self._kernel_name == "reference"
+        if use is None or exempt or q.is_meta or detect_fake_mode([q]) is not None:
+            return choose({})
+        heads, kv_heads, v_head_dim, causal = use
+        if self.exchange is not None:
+            kv_heads = lcm(kv_heads, self.exchange.degree)
+
+        def cases(kernel: type[Kernel]) -> list[Case]:
+            return cases_of(
+                kernel, q.device, q.dtype, q.shape[-1], v_head_dim, (heads, kv_heads), batch=q.shape[0], causal=causal,
+                several_ranks=self.ring_size > 1, deterministic=self._deterministic, backward=self.phase == "training",
+                **features,
+            )  # fmt: skip
+
+        known = agreed_kernels(self.comm.group)
+        settings = type(self), self._kernel_name, self._deterministic, self.ring_size
+        key = *settings, q.device, q.dtype, q.shape[0], q.shape[3], use, *features.values()
+        if key not in known:
+            known[key] = choose_proven(choose, cases, q.device, self.comm.gather_objects)
+        return known[key]
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels chosen so far."""

@@ -24,6 +24,7 @@ class FlashAttnKernel(VarlenKernel):
     takes_windows = True
     takes_softcap = True
     most_head_dim = 256
+    packages = ("flash_attn", "flash_attn_2_cuda")
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:

@@ -54,6 +54,10 @@ class Kernel(ABC):
 
     Otherwise, kv heads are repeated and gradients summed.
     """
+    packages: ClassVar[tuple[str, ...]] = ("torch.lib",)
+    """Importable names of the packages whose files the results depend on."""
+    compiles_by_heads = False
+    """Whether the kernel is compiled on a GPU for each batch and number of heads."""
 
     def __init__(self, *, deterministic: bool = False, softcap: float = 0.0) -> None:
         if softcap and not self.takes_softcap:
