@@ -34,7 +34,7 @@ from .kernels.merge import (
     wide_type,
     with_sinks,
 )
-from .kernels.proof import Case, agreed_kernels, cases_of, choose_proven
+from .kernels.proof import Case, blocks_of, choose_proven
 from .kernels.registry import NOTHING_REFUSED, choose_kernel
 from .kernels.uncompiled import uncompiled
 from .masks.cache_layout import CacheLayout
@@ -507,34 +507,27 @@ class Strategy(Expectations, ABC):
 
     def _proven_class(self, q: Tensor, use: _Use | None, features: dict[str, Any]) -> type[Kernel]:
         """Return the kernel that `kernel_for` chooses; with ``use``, one that all ranks have found to be right."""
+        softcap, deterministic, masks = features["softcap"], self._deterministic, {**features}
+        del masks["softcap"]
 
         def choose(refused: Mapping[str, str]) -> type[Kernel]:
             options = {**features, **({"refused": refused} if refused else {})}
             return self.kernel_class(
-                self._kernel_name, q.device, q.dtype, q.shape[-1], deterministic=self._deterministic, **options
+                self._kernel_name, q.device, q.dtype, q.shape[-1], deterministic=deterministic, **options
             )
 
-        # Kernels of other packages' strategies compute in their own way, and kernels for checks are the truth.
+        # Kernels of other packages' strategies compute in their own way, and the reference is the truth.
         exempt = self.KERNELS or self._kernel_name == "reference"
         if use is None or exempt or q.is_meta or detect_fake_mode([q]) is not None:
             return choose({})
         heads, kv_heads, v_head_dim, causal = use
-        if self.exchange is not None:
-            kv_heads = lcm(kv_heads, self.exchange.degree)
-
-        def cases(kernel: type[Kernel]) -> list[Case]:
-            return cases_of(
-                kernel, q.device, q.dtype, q.shape[-1], v_head_dim, (heads, kv_heads), batch=q.shape[0], causal=causal,
-                several_ranks=self.ring_size > 1, deterministic=self._deterministic, backward=self.phase == "training",
-                **features,
-            )  # fmt: skip
-
-        known = agreed_kernels(self.comm.group)
-        settings = type(self), self._kernel_name, self._deterministic, self.ring_size
-        key = *settings, q.device, q.dtype, q.shape[0], q.shape[3], use, *features.values()
-        if key not in known:
-            known[key] = choose_proven(choose, cases, q.device, self.comm.gather_objects)
-        return known[key]
+        kv_heads = kv_heads if self.exchange is None else lcm(kv_heads, self.exchange.degree)
+        trains, shape = self.phase == "training", (q.shape[0], kv_heads)
+        group = max(1, heads // max(1, kv_heads))
+        wanted = Case("", q.dtype, q.shape[-1], v_head_dim, group, softcap, deterministic, trains, shape)
+        blocks = blocks_of(causal=causal, several_ranks=self.ring_size > 1, **masks)
+        settings = type(self), self._kernel_name
+        return choose_proven(choose, settings, wanted, blocks, q.device, self.comm.group, self.comm.gather_objects)
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels chosen so far."""

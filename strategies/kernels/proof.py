@@ -15,10 +15,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -37,9 +36,10 @@ from .reference import ReferenceKernel
 
 SKIPPED_BY = "RINGPROF_SKIP_KERNEL_PROOF"
 """Environment variable that turns proofs off where it is 1."""
-_MOST_BYTES = 2**18
+_MOST_FILE_BYTES = 2**18
 """Size up to which the file of verdicts grows before it begins again."""
-_MOST_TENSOR_BYTES = 2**25
+_MOST_BYTES = 2**25
+"""Most bytes of a tensor of a proof."""
 _TOLERANCES = {torch.bfloat16: 0.0234, torch.float16: 0.0029, torch.float32: 0.0029, torch.float64: 1e-9}
 """Allowed relative error: 3 eps of the 16-bit types; for float32 3 eps of TF32, which a user may allow."""
 _CAUSAL, _ONE_SIDED = (-1, 0), (2, -1)
@@ -84,67 +84,41 @@ class Case(NamedTuple):
         return ", ".join(parts)
 
 
-class Verdict(NamedTuple):
-    """Result of a proof."""
-
-    error: str | None
-    """Description of the error, as the end of a sentence about the kernel; None if there is none."""
-    ms: float | None = None
-    """Time of the proof in milliseconds, the kernel's first calls included; None if unknown."""
-
-
 _Key = tuple[str, str, str]
-_verdicts: dict[_Key, Verdict] = {}
-"""Known verdicts by names of kernel, environment and case."""
+_verdicts: dict[_Key, str | None] = {}
+"""What is wrong (None: nothing), as the end of a sentence, by names of kernel, environment and case."""
 _files_read: set[str] = set()
 _warned: set[tuple[str, str]] = set()
 _agreed: WeakKeyDictionary[Any, dict[Any, type[Kernel]]] = WeakKeyDictionary()
 """Kernels that all ranks of a group have agreed on, by what they were chosen for."""
 
 
-def skipped() -> bool:
-    """Return whether the user has turned proofs off."""
-    return os.environ.get(SKIPPED_BY) == "1"
-
-
-def cases_of(
-    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int,
-    heads: tuple[int, int], *, batch: int = 1, causal: bool, several_ranks: bool, windows: bool = False,
-    documents: bool = False, **features: Any,
-) -> list[Case]:  # fmt: skip
-    """Return the blocks that a call may need of a kernel. ``heads``: of q, and of k; ``features``: fields of `Case`."""
-    group = max(1, heads[0] // max(1, heads[1]))
-    fits = batch * heads[0] * 136 * head_dim * 4 <= _MOST_TENSOR_BYTES
-    shape = (batch, heads[1]) if kernel.compiles_by_heads and device.type == "cuda" and fits else None
-    if not kernel.takes_v_head_dim(head_dim, v_head_dim):
-        v_head_dim = head_dim
-    blocks = ["causal"] if causal else ["full"]
-    blocks += ["full"] if causal and several_ranks else []
+def blocks_of(*, causal: bool, several_ranks: bool, windows: bool = False, documents: bool = False) -> list[str]:
+    """Return the kinds of blocks that a call may have, as keys of `Case.block`."""
     prefix = "causal " if causal else ""
-    blocks += [f"{prefix}documents"] if documents else []
-    blocks += [f"{prefix}window"] if windows else []
-    if shape is None:
-        group = min(group, 8) if kernel.grouped_heads else 1
-    return [Case(block, dtype, head_dim, v_head_dim, group, shape=shape, **features) for block in blocks]
+    blocks = ["causal"] * causal + ["full"] * (not causal or several_ranks)
+    return blocks + [f"{prefix}documents"] * documents + [f"{prefix}window"] * windows
 
 
 def choose_proven(
-    choose: Callable[[Mapping[str, str]], type[Kernel]], cases: Callable[[type[Kernel]], list[Case]],
-    device: torch.device, exchange: Callable[[Any], list[Any]],
+    choose: Callable[[Mapping[str, str]], type[Kernel]], settings: tuple[Any, ...], wanted: Case, blocks: list[str],
+    device: torch.device, group: Any, exchange: Callable[[Any], list[Any]],
 ) -> type[Kernel]:  # fmt: skip
-    """Return the first kernel that is right on all ranks; warn once of each that is not.
+    """Return the first kernel that computes the ``blocks`` right on all ranks; warn once of each that does not.
 
-    ``choose`` returns the kernel to try, given why others are refused, by name. ``exchange`` gathers a value of every
-    rank; all take the same steps. Raises `Unsupported` on every rank where one has no kernel left, or where the
-    ranks choose different ones.
+    ``choose`` returns the kernel to try, given why others are refused, by name; ``settings`` are what its choice
+    depends on beside ``wanted``; ``exchange`` gathers a value of every rank of ``group``. Collective the first time.
+    Raises `Unsupported` on every rank where one has no kernel
+    left, or where the ranks choose different ones.
     """
+    agreed = {} if group is None else _agreed.setdefault(group, {})
+    key = settings, wanted, tuple(blocks), device
     refused: dict[str, str] = {}
-    problem: str | None
-    while True:
+    while key not in agreed:
         chosen, failure = None, None
         try:
             chosen = choose(refused)
-            problem = first_problem(chosen, cases(chosen), device)
+            problem = first_problem(chosen, wanted, blocks, device)
         except (Unsupported, torch.cuda.OutOfMemoryError) as error:
             chosen, problem, failure = None, str(error), error
         answers = exchange((None if chosen is None else chosen.name, problem))
@@ -152,39 +126,46 @@ def choose_proven(
             if name is None:
                 raise failure or Unsupported(f"rank {rank} of the group refused: {text}")
         assert chosen is not None
-        names = [name for name, _ in answers]
-        if len(set(names)) > 1:
+        names = dict.fromkeys(name for name, _ in answers)
+        if len(names) > 1:
             raise Unsupported(
-                f"the ranks choose different kernels, {', '.join(dict.fromkeys(names))}: install the same packages"
-                " everywhere, or name the kernel"
+                f"the ranks choose different kernels, {', '.join(names)}: install the same packages everywhere, or name"
+                " the kernel"
             )
+        for rank, (_, text) in enumerate(answers):
+            problem = problem or (text and f"{text} (on rank {rank} of the group)")
         if problem is None:
-            rank, problem = next(((rank, text) for rank, (_, text) in enumerate(answers) if text), (0, None))
-            problem = problem and f"{problem} (on rank {rank} of the group)"
-        if problem is None:
-            break
-        refused[chosen.name] = f"{problem} ({SKIPPED_BY}=1 uses it all the same)"
+            agreed[key] = chosen
+        else:
+            refused[chosen.name] = f"{problem} ({SKIPPED_BY}=1 uses it all the same)"
     for name, problem in refused.items():
         if (name, problem) not in _warned:
             _warned.add((name, problem))
-            warnings.warn(f"kernel {name!r} is not used: it {problem}; {chosen.name!r} is", stacklevel=2)
-    return chosen
+            warnings.warn(f"kernel {name!r} is not used: it {problem}; {agreed[key].name!r} is", stacklevel=2)
+    return agreed[key]
 
 
-def agreed_kernels(group: Any) -> dict[Any, type[Kernel]]:
-    """Return the kernels that the ranks of a process group have agreed on; a new dictionary without a group."""
-    return {} if group is None else _agreed.setdefault(group, {})
-
-
-def first_problem(kernel: type[Kernel], cases: list[Case], device: torch.device) -> str | None:
-    """Return the error of the first case in which a kernel is wrong; None if it is right, or needs no proof."""
-    if not kernel.production or skipped():
+def first_problem(kernel: type[Kernel], wanted: Case, blocks: list[str], device: torch.device) -> str | None:
+    """Return what is wrong with a kernel in the first block that it computes wrongly; None if it is right or exempt."""
+    if not kernel.production or os.environ.get(SKIPPED_BY) == "1":
         return None
-    return next((error for case in cases if (error := prove(kernel, case, device).error)), None)
+    cases = (case_for(kernel, wanted, block, device) for block in blocks)
+    return next((error for case in cases if (error := prove(kernel, case, device))), None)
 
 
-def prove(kernel: type[Kernel], case: Case, device: torch.device) -> Verdict:
-    """Return the verdict on a case: a known one, or that of a proof, which is kept.
+def case_for(kernel: type[Kernel], wanted: Case, block: str, device: torch.device) -> Case:
+    """Return the case of a block that stands for all calls which the kernel computes in one way."""
+    tokens, shape, group, v_head_dim = 136, wanted.shape, wanted.group, wanted.v_head_dim
+    by_heads = kernel.compiles_by_heads and device.type == "cuda" and shape is not None
+    if not by_heads or shape is None or shape[0] * shape[1] * group * tokens * wanted.head_dim * 4 > _MOST_BYTES:
+        shape, group = None, min(group, 8) if kernel.grouped_heads else 1
+    if not kernel.takes_v_head_dim(wanted.head_dim, v_head_dim):
+        v_head_dim = wanted.head_dim
+    return wanted._replace(block=block, group=group, v_head_dim=v_head_dim, shape=shape)
+
+
+def prove(kernel: type[Kernel], case: Case, device: torch.device) -> str | None:
+    """Return what is wrong with a kernel in a case: as known, or by a proof, whose verdict is kept.
 
     Raises `Unsupported` while a CUDA graph is captured, if there is no known verdict.
     """
@@ -197,38 +178,28 @@ def prove(kernel: type[Kernel], case: Case, device: torch.device) -> Verdict:
                 f"kernel {kernel.name!r} is used for the first time ({case}), and a CUDA graph is being captured: make"
                 " one call like it before the capture, or run ringprof kernels --prove"
             )
-        start = time.perf_counter()
-        with _isolated(device):
+        on_gpu = device.type == "cuda"
+        with (
+            torch.cuda.device(device if on_gpu else -1), torch.random.fork_rng([device] if on_gpu else []),
+            torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False),
+            _disable_current_modes(),
+        ):  # fmt: skip
             error, raised = _error(kernel, case, device)
-        _verdicts[key] = Verdict(error, (time.perf_counter() - start) * 1e3)
+        _verdicts[key] = error
         if not raised:  # what a call raised may have passed by the next process
             _append_to_file(key)
     return _verdicts[key]
 
 
-def known_verdicts(kernel: type[Kernel], device: torch.device) -> dict[str, Verdict]:
-    """Return the verdicts on a kernel's present build by case, from this process and the file."""
+def known_verdicts(kernel: type[Kernel], device: torch.device) -> dict[str, str | None]:
+    """Return what is known to be wrong with a kernel's present build (None: nothing), by case."""
     _read_file()
     names = kernel.name, environment(kernel, device)
-    return {key[2]: verdict for key, verdict in _verdicts.items() if key[:2] == names}
+    return {key[2]: error for key, error in _verdicts.items() if key[:2] == names}
 
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@contextmanager
-def _isolated(device: torch.device) -> Iterator[None]:
-    """Leave the caller's modes (autograd, inference, autocast, dispatch) and keep the random generators' states."""
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        for context in (
-            torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode(False),
-            torch.no_grad(), torch.autocast(device.type, enabled=False), _disable_current_modes(),
-        ):  # fmt: skip
-            stack.enter_context(context)
-        yield
 
 
 def _error(kernel: type[Kernel], case: Case, device: torch.device) -> tuple[str | None, bool]:
@@ -290,21 +261,16 @@ def _results(
 
 @cache
 def environment(kernel: type[Kernel], device: torch.device) -> str:
-    """Describe what a kernel's numbers depend on: device, driver, versions and the build's files."""
-    if device.type == "cuda":
-        driver = ""
-        with suppress(OSError):
-            driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-        build = next((word for word in driver.split() if word[:1].isdigit() and "." in word), "unknown")
-        name = f"{torch.cuda.get_device_properties(device).name}, driver {build}, CUDA {torch.version.cuda}"
-    else:
-        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{name}, torch {torch.__version__}, build {_build_hash(kernel.packages)}"
+    """Describe what a kernel's numbers depend on: device, torch, and a hash of the driver's version and the build."""
+    on_gpu = device.type == "cuda"
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_properties(device).name if on_gpu else cpu
+    return f"{name}, torch {torch.__version__}, build {_build_hash(kernel.packages, on_gpu)}"
 
 
 @cache
-def _build_hash(packages: tuple[str, ...]) -> str:
-    """Return a hash of the names, sizes and times of the code of some packages and of this one."""
+def _build_hash(packages: tuple[str, ...], on_gpu: bool) -> str:
+    """Return a hash of the names, sizes and times of the code of some packages and of this one, and of the driver."""
     digest = blake2b(digest_size=8)
     folders = [str(Path(__file__).parent)]
     for package in packages:
@@ -317,6 +283,9 @@ def _build_hash(packages: tuple[str, ...]) -> str:
             with suppress(OSError):
                 status = file.stat()
                 digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    if on_gpu:
+        with suppress(OSError):
+            digest.update(Path("/proc/driver/nvidia/version").read_bytes())
     return digest.hexdigest()
 
 
@@ -334,16 +303,13 @@ def _read_file(*, again: bool = False) -> None:
     _files_read.add(path)
     text = b""
     with suppress(OSError), open(path, "rb") as file:
-        text = file.read(_MOST_BYTES)
+        text = file.read(_MOST_FILE_BYTES)
     for line in text.splitlines():
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
             key, error = (row["kernel"], row["environment"], row["case"]), row["error"]
             if all(isinstance(x, str) for x in key) and isinstance(error, str | None):
-                ms = row.get("ms")
-                known = _verdicts.get(key)
-                if known is None or (known.error is None and error is not None):
-                    _verdicts[key] = Verdict(error, ms if isinstance(ms, int | float) else None)
+                _verdicts[key] = _verdicts.get(key) or error
 
 
 def _append_to_file(key: _Key) -> None:
@@ -352,15 +318,13 @@ def _append_to_file(key: _Key) -> None:
     One write of one line, so that processes can append at once. The line begins with a newline: the one before may be
     cut off, where a disk was full.
     """
-    verdict, path = _verdicts.pop(key), verdict_file()
+    error, path = _verdicts.pop(key), verdict_file()
     _read_file(again=True)
-    if key not in _verdicts and path is not None:
-        names = dict(zip(("kernel", "environment", "case"), key, strict=True))
-        row = {**names, "error": verdict.error, "ms": verdict.ms and round(verdict.ms, 2)}
+    if path is not None and key not in _verdicts:
+        row = dict(zip(("kernel", "environment", "case", "error"), (*key, error), strict=True))
         with suppress(OSError):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            size = os.path.getsize(path) if os.path.exists(path) else 0
-            with open(path, "ab" if size < _MOST_BYTES else "wb", buffering=0) as file:
+            is_full = os.path.exists(path) and os.path.getsize(path) > _MOST_FILE_BYTES
+            with open(path, "wb" if is_full else "ab", buffering=0) as file:
                 file.write(f"\n{json.dumps(row)}\n".encode())
-    known = _verdicts.get(key)
-    _verdicts[key] = verdict if known is None or known.error is None else known
+    _verdicts[key] = _verdicts.get(key) or error

@@ -78,19 +78,38 @@ class NoCausal(Planted):
         return super()._forward(q, k, v, scale, False, *args)
 
 
-class WrongGroups(Planted):
-    """A kernel that takes the kv heads in turns for the query heads, not one after another."""
+class Grouped(Planted):
+    """A right kernel that takes fewer kv heads than heads."""
 
     grouped_heads = True
 
+    def _repeated(self, x: Tensor, group: int) -> Tensor:
+        return x.repeat_interleave(group, 2)
+
+    def _summed(self, x: Tensor, group: int) -> Tensor:
+        summed: Tensor = x.unflatten(2, (-1, group)).sum(3)
+        return summed
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        return super()._forward(q, *(x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v)), *args)
+        group = q.shape[2] // k.shape[2]
+        return super()._forward(q, self._repeated(k, group), self._repeated(v, group), *args)
 
     def _backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
         group = q.shape[2] // k.shape[2]
-        k, v = (x.repeat(1, 1, group, 1) for x in (k, v))
+        k, v = self._repeated(k, group), self._repeated(v, group)
         dq, dk, dv = super()._backward(dout, q, k, v, *args)
-        return dq, *(x.unflatten(2, (group, -1)).sum(2) for x in (dk, dv))
+        return dq, self._summed(dk, group), self._summed(dv, group)
+
+
+class WrongGroups(Grouped):
+    """A kernel that takes the kv heads in turns for the query heads, not one after another."""
+
+    def _repeated(self, x: Tensor, group: int) -> Tensor:
+        return x.repeat(1, 1, group, 1)
+
+    def _summed(self, x: Tensor, group: int) -> Tensor:
+        summed: Tensor = x.unflatten(2, (group, -1)).sum(2)
+        return summed
 
 
 class NoSoftcap(ReferenceKernel):
@@ -130,11 +149,11 @@ def _plant(monkeypatch: pytest.MonkeyPatch, kernel: type[Kernel]) -> None:
 
 
 def _attend(
-    kernel: str = "auto", head_dim: int = 64, dtype: torch.dtype = torch.float32, kv_heads: int = 2, **options: Any
+    kernel: str = "auto", head_dim: int = 64, dtype: torch.dtype = torch.float32, heads: int = 2, **options: Any
 ) -> str:
     """Make one call forward and backward; return the name of the kernel that computed it."""
     strategy = create("zigzag", kernel=kernel)
-    q, k, v = (torch.randn(1, 32, heads, head_dim, dtype=dtype) for heads in (2, kv_heads, kv_heads))
+    q, k, v = (torch.randn(1, 32, heads, head_dim, dtype=dtype) for heads in (heads, 2, 2))
     strategy.attention(q.requires_grad_(), k, v, **options).sum().backward()
     (used,) = strategy.kernels()
     name: str = used.name
@@ -150,7 +169,7 @@ def _attend(
         (WrongFp16, {"dtype": torch.float16}, {"dtype": torch.bfloat16}),
         (NoCausal, {}, {"causal": False}),
         (NoCausal, {"documents": [0, 9, 32]}, {"documents": [0, 9, 32], "causal": False}),
-        (WrongGroups, {"kv_heads": 1}, {"kv_heads": 2}),
+        (WrongGroups, {"heads": 4}, {"heads": 2}),
         (NoSoftcap, {"softcap": 30.0, "dtype": torch.bfloat16}, {}),
         (NoSoftcap, {"softcap": 2.0}, {}),
         (WrongDk, {}, None),
@@ -207,7 +226,7 @@ def test_the_kernels_of_this_machine_are_right(kernel: str, dtype: torch.dtype) 
         for softcap in softcaps:
             group = 1 if kernel == "cpu-flash" or softcap else 4
             case = proof.Case(block, dtype, 80, 80, group, softcap, deterministic=True)
-            assert proof.prove(KERNELS[kernel], case, CPU).error is None
+            assert proof.prove(KERNELS[kernel], case, CPU) is None
 
 
 def test_a_known_call_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +259,7 @@ def test_random_generators_keep_their_states() -> None:
             return super()._forward(q, *args)
 
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
-    assert proof.prove(Draws, proof.Case("full", torch.float32, 64, 64, 1), CPU).error is None
+    assert proof.prove(Draws, proof.Case("full", torch.float32, 64, 64, 1), CPU) is None
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert numpy.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
 
@@ -257,7 +276,7 @@ def test_modes_of_the_caller_do_not_reach_a_proof() -> None:
     def prove(head_dim: int) -> None:
         for kernel in (Looks, KERNELS["flex"]):
             case = proof.Case("full", torch.float32, head_dim, head_dim, 1)
-            assert proof.prove(kernel, case, CPU).error is None
+            assert proof.prove(kernel, case, CPU) is None
 
     with torch.inference_mode():
         prove(8)
@@ -295,11 +314,9 @@ def test_tensors_are_small_and_freed(monkeypatch: pytest.MonkeyPatch, group: int
                     alive.append(weakref.ref(x))
             return result
 
-    (case, *_) = proof.cases_of(
-        CpuFlashKernel, CPU, torch.float32, 256, 256, (group, 1), batch=1, causal="causal" in block, several_ranks=False
-    )
+    case = proof.case_for(Grouped, proof.Case("", torch.float32, 256, 256, group), block, CPU)
     monkeypatch.setattr(proof, "_disable_current_modes", Watches)
-    assert proof.prove(CpuFlashKernel, case._replace(block=block), CPU).error is None
+    assert proof.prove(Grouped, case, CPU) is None
     assert 0 < largest <= 2**25 and not any(x() is not None for x in alive)
 
 
@@ -350,7 +367,7 @@ def _is_proven_again(kernel: type[Planted] = Planted) -> bool:
     """Return whether a new process computes a block with the kernel to know whether it is right."""
     _forget()
     kernel.proofs.clear()
-    assert proof.prove(kernel, CASE, CPU).error is None
+    assert proof.prove(kernel, CASE, CPU) is None
     return bool(kernel.proofs)
 
 
@@ -424,7 +441,7 @@ def test_a_file_that_cannot_be_written_costs_a_proof_per_process(
 
 
 def test_what_a_kernel_raises_is_tried_again_by_the_next_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    assert proof.prove(Raises, CASE, CPU).error == (
+    assert proof.prove(Raises, CASE, CPU) == (
         "cannot compute a full block, fp32, heads of 64: RuntimeError: no image of this kernel for the device"
     )
     assert not cache.exists() and len(proof._verdicts) == 1
@@ -436,7 +453,7 @@ def test_a_failure_outweighs_a_success(cache: Path) -> None:
     with cache.open("a") as file:
         file.write(f"\n{json.dumps({**row, 'error': 'computes it wrongly'})}\n{json.dumps(row)}\n")
     _forget()
-    assert proof.prove(Planted, CASE, CPU).error == "computes it wrongly"
+    assert proof.prove(Planted, CASE, CPU) == "computes it wrongly"
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------
@@ -458,7 +475,7 @@ def _attend_with_wrong_rank(rank: int, kernel: str, folder: str, warm: bool) -> 
     registry.KERNELS = {"planted": planted, **KERNELS}
     results = []
     if warm:  # this rank knows already, the others do not
-        proof.first_problem(planted, [CASE], CPU)
+        proof.first_problem(planted, CASE, ["full"], CPU)
     import warnings
 
     q, k, v = torch.randn(3, 1, 32, 2, 64)

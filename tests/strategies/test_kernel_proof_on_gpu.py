@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +70,16 @@ def _inputs(head_dim: int, seq: int = 256, kv_heads: int = 2) -> list[Tensor]:
     ]
 
 
+def _timed_proof(kernel: type[Kernel], case: proof.Case) -> tuple[float, str | None]:
+    """Return the milliseconds of a proof, and what is wrong."""
+    _forget()
+    Path(proof.verdict_file() or "").unlink(missing_ok=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    error = proof.prove(kernel, case, CUDA)
+    return (time.perf_counter() - start) * 1e3, error
+
+
 @pytest.mark.parametrize("name", GPU_KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_verdicts_and_their_cost(name: str, head_dim: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,23 +97,17 @@ def test_verdicts_and_their_cost(name: str, head_dim: int, capsys: pytest.Captur
                 continue
             if name == "flex" and (dtype, kv_heads, softcap) != (torch.bfloat16, 4, 0.0):
                 continue
-            cases = [
-                case
-                for causal in (True, False)
-                for case in proof.cases_of(
-                    kernel, CUDA, dtype, head_dim, head_dim, (4, kv_heads), causal=causal, several_ranks=False,
-                    windows=kernel.takes_windows, documents=True, softcap=softcap,
-                )
-            ]  # fmt: skip
-            for case in cases:
-                first = proof.prove(kernel, case, CUDA)
-                proof._verdicts.clear()
-                Path(proof.verdict_file() or "").unlink(missing_ok=True)
-                again = proof.prove(kernel, case, CUDA)
-                assert first.ms is not None and again.ms is not None and first.error == again.error
-                lines.append(f"{name}, {case}: {first.ms:.1f} ms, again {again.ms:.1f} ms, {first.error or 'right'}")
-                wrong += [lines[-1]] * (first.error is not None)
-                slow += [lines[-1]] * (again.ms > 10 and name != "flex")
+            wanted = proof.Case("", dtype, head_dim, head_dim, 4 // kv_heads, softcap, shape=(1, kv_heads))
+            for causal in (True, False):
+                for block in proof.blocks_of(
+                    causal=causal, several_ranks=False, windows=kernel.takes_windows, documents=True
+                ):
+                    case = proof.case_for(kernel, wanted, block, CUDA)
+                    (first, error), (again, same) = (_timed_proof(kernel, case) for _ in range(2))
+                    lines.append(f"{name}, {case}: {first:.1f} ms, again {again:.1f} ms, {error or 'right'}")
+                    assert error == same
+                    wrong += [lines[-1]] * (error is not None)
+                    slow += [lines[-1]] * (again > 10 and name != "flex")
     with capsys.disabled():
         print("", *lines, sep="\n")
     assert lines
@@ -161,15 +166,13 @@ def test_a_build_for_heads_of_128_alone_is_refused_for_others(head_dim: int) -> 
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_memory_and_generators_are_as_before(name: str) -> None:
     _skip_without(name)
-    # A kernel keeps what it needs once, such as workspaces.
-    proof.prove(KERNELS[name], proof.Case("causal", torch.bfloat16, 128, 128, 1), CUDA)
-    _forget()
-    Path(proof.verdict_file() or "").unlink(missing_ok=True)
+    case = proof.Case("causal", torch.bfloat16, 128, 128, 1)
+    _timed_proof(KERNELS[name], case)  # a kernel keeps what it needs once, such as workspaces
     states = torch.get_rng_state(), torch.cuda.get_rng_state()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    assert proof.prove(KERNELS[name], proof.Case("causal", torch.bfloat16, 128, 128, 1), CUDA).ms is not None
+    assert _timed_proof(KERNELS[name], case)[1] is None
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.max_memory_allocated() - before <= 2**25
     assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(torch.cuda.get_rng_state(), states[1])
@@ -230,4 +233,4 @@ def test_the_truth_is_the_reference() -> None:
     reference = type("Checked", (ReferenceKernel,), {"production": True})
     for block in proof._BLOCKS:
         case = proof.Case(block, torch.float64, 64, 64, 1, softcap=30.0)
-        assert proof.prove(reference, case, CUDA).error is None
+        assert proof.prove(reference, case, CUDA) is None
