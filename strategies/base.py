@@ -483,50 +483,43 @@ class Strategy(Expectations, ABC):
         )  # fmt: skip
 
     def kernel_for(
-        self,
-        q: Tensor,
-        *,
-        windows: bool = False,
-        documents: bool = False,
-        softcap: float = 0.0,
+        self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0,
         use: _Use | None = None,
-    ) -> Kernel:
+    ) -> Kernel:  # fmt: skip
         """Return the kernel for blocks of tensors like ``q`` that supports ``windows``, ``documents`` and ``softcap``.
 
         With ``use``, collective the first time: the kernel has proven itself on all ranks, and calls without it then
         return that kernel. Raises `Unsupported` where no kernel is available.
         """
-        key = q.device, q.dtype, q.shape[-1], windows, documents, softcap, use
+        key = type(q), q.device, q.dtype, q.shape[-1], windows, documents, softcap, use
         if key not in self._kernels:
-            features = {"windows": windows, "documents": documents, "softcap": softcap}
-            chosen = self._proven_class(q, use, features)
+            chosen = self._proven_class(q, use, softcap, {"windows": windows, "documents": documents})
             existing = (x for x in self._kernels.values() if type(x) is chosen and x.softcap == softcap)
             kernel = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
             self._kernels[key] = self._kernels[(*key[:-1], None)] = kernel
         return self._kernels[key]
 
-    def _proven_class(self, q: Tensor, use: _Use | None, features: dict[str, Any]) -> type[Kernel]:
+    def _proven_class(self, q: Tensor, use: _Use | None, softcap: float, mask: dict[str, Any]) -> type[Kernel]:
         """Return the kernel that `kernel_for` chooses; with ``use``, one that all ranks have found to be right."""
-        softcap, deterministic, masks = features["softcap"], self._deterministic, {**features}
-        del masks["softcap"]
+        name, deterministic, size = self._kernel_name, self._deterministic, q.shape[-1]
 
         def choose(refused: Mapping[str, str]) -> type[Kernel]:
-            options = {**features, **({"refused": refused} if refused else {})}
+            options: dict[str, Any] = {"refused": refused} if refused else {}
             return self.kernel_class(
-                self._kernel_name, q.device, q.dtype, q.shape[-1], deterministic=deterministic, **options
+                name, q.device, q.dtype, size, deterministic=deterministic, softcap=softcap, **mask, **options
             )
 
         # Kernels of other packages' strategies compute in their own way, and the reference is the truth.
-        exempt = self.KERNELS or self._kernel_name == "reference"
+        exempt = self.KERNELS or name == "reference"
         if use is None or exempt or q.is_meta or detect_fake_mode([q]) is not None:
             return choose({})
         heads, kv_heads, v_head_dim, causal = use
-        kv_heads = kv_heads if self.exchange is None else lcm(kv_heads, self.exchange.degree)
-        trains, shape = self.phase == "training", (q.shape[0], kv_heads)
-        group = max(1, heads // max(1, kv_heads))
-        wanted = Case("", q.dtype, q.shape[-1], v_head_dim, group, softcap, deterministic, trains, shape)
-        blocks = blocks_of(causal=causal, several_ranks=self.ring_size > 1, **masks)
-        settings = type(self), self._kernel_name
+        degree, trains = 1 if self.exchange is None else self.exchange.degree, self.phase == "training"
+        heads, kv_heads = heads // degree, max(1, lcm(kv_heads, degree) // degree)
+        group, shape = max(1, heads // kv_heads), (q.shape[0], kv_heads)
+        wanted = Case("", q.dtype, size, v_head_dim, group, softcap, deterministic, trains, shape)
+        blocks = blocks_of(causal=causal, several_ranks=self.ring_size > 1 or not trains, **mask)
+        settings = type(self), name
         return choose_proven(choose, settings, wanted, blocks, q.device, self.comm.group, self.comm.gather_objects)
 
     def kernels(self) -> list[Kernel]:

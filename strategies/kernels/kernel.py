@@ -66,11 +66,6 @@ class Kernel(ABC):
         self.flops = 0
         self.calls = {"forward": 0, "backward": 0}
 
-    @classmethod
-    def build_takes_softcap(cls, device: torch.device) -> bool:
-        """Return whether the installed build of the kernel computes a softcap; asked only if it ``takes_softcap``."""
-        return cls.takes_softcap
-
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = (torch.bfloat16, torch.float16)
     """Supported data types; None: any."""
     most_head_dim: ClassVar[int | None] = None

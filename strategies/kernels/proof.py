@@ -102,7 +102,7 @@ def blocks_of(*, causal: bool, several_ranks: bool, windows: bool = False, docum
 
 def choose_proven(
     choose: Callable[[Mapping[str, str]], type[Kernel]], settings: tuple[Any, ...], wanted: Case, blocks: list[str],
-    device: torch.device, group: Any, exchange: Callable[[Any], list[Any]],
+    device: torch.device, group: Any = None, exchange: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> type[Kernel]:  # fmt: skip
     """Return the first kernel that computes the ``blocks`` right on all ranks; warn once of each that does not.
 

@@ -112,7 +112,4 @@ def reason_against(
     for feature, required in wants.items():
         if required and not supported[feature]:
             return _LACKS[feature]
-    reason = kernel.why_unsupported(device, dtype, head_dim)
-    if reason is None and wants.get("softcap") and not kernel.build_takes_softcap(device):
-        return _LACKS["softcap"]
-    return reason
+    return kernel.why_unsupported(device, dtype, head_dim)
