@@ -510,8 +510,8 @@ class Strategy(Expectations, ABC):
             )
 
         # Kernels of other packages' strategies compute in their own way, and the reference is the truth.
-        exempt = self.KERNELS or name == "reference"
-        if use is None or exempt or q.is_meta or detect_fake_mode([q]) is not None:
+        exempt = self.KERNELS or name == "reference" or q.is_meta or not q.is_floating_point()
+        if use is None or exempt or detect_fake_mode([q]) is not None:
             return choose({})
         heads, kv_heads, v_head_dim, causal = use
         degree, trains = 1 if self.exchange is None else self.exchange.degree, self.phase == "training"

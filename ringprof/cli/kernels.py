@@ -83,18 +83,19 @@ def _prove_all(devices: list[torch.device], notify: Notify) -> None:
     """Prove the installed kernels for the types that training uses on each device."""
     import torch
 
-    from ringprof.strategies.kernels.proof import Case, blocks_of, case_for, prove
+    from ringprof.strategies.kernels.proof import Case, blocks_of, cases_for, prove
     from ringprof.strategies.kernels.registry import KERNELS, reason_against
 
     cases = {
-        (kernel, case_for(kernel, Case("", dtype, size, size, group), block, device), device): None
+        (kernel, case, device): None
         for device in devices
         for kernel in KERNELS.values() if kernel.production and (device.type == "cpu" or not kernel.compiles_by_heads)
         for dtype in (torch.bfloat16, torch.float32 if device.type == "cpu" else torch.float16)
         for size in _PROVEN_SIZES if reason_against(kernel, device, dtype, size) is None
         for group in (1, 4)
         for causal in (True, False)
-        for block in blocks_of(causal=causal, several_ranks=True, windows=kernel.takes_windows, documents=True)
+        for blocks in [blocks_of(causal=causal, several_ranks=True, windows=kernel.takes_windows, documents=True)]
+        for case in cases_for(kernel, Case("", dtype, size, size, group), blocks, device)
     }  # fmt: skip
     for number, (kernel, case, device) in enumerate(cases):
         notify("proofs", number, len(cases))

@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
@@ -38,8 +38,8 @@ SKIPPED_BY = "RINGPROF_SKIP_KERNEL_PROOF"
 """Environment variable that turns proofs off where it is 1."""
 _MOST_FILE_BYTES = 2**18
 """Size up to which the file of verdicts grows before it begins again."""
-_MOST_BYTES = 2**25
-"""Most bytes of a tensor of a proof."""
+_MOST_TOKENS = 17 * 8
+"""Most queries and keys of `_BLOCKS`. No tensor of a proof is larger than 32 MiB."""
 _TOLERANCES = {torch.bfloat16: 0.0234, torch.float16: 0.0029, torch.float32: 0.0029, torch.float64: 1e-9}
 """Allowed relative error: 3 eps of the 16-bit types; for float32 3 eps of TF32, which a user may allow."""
 _CAUSAL, _ONE_SIDED = (-1, 0), (2, -1)
@@ -86,7 +86,7 @@ class Case(NamedTuple):
 
 _Key = tuple[str, str, str]
 _verdicts: dict[_Key, str | None] = {}
-"""What is wrong (None: nothing), as the end of a sentence, by names of kernel, environment and case."""
+"""Errors, each the end of a sentence (None: right), by names of kernel, environment and case."""
 _files_read: set[str] = set()
 _warned: set[tuple[str, str]] = set()
 _agreed: WeakKeyDictionary[Any, dict[Any, type[Kernel]]] = WeakKeyDictionary()
@@ -101,7 +101,7 @@ def blocks_of(*, causal: bool, several_ranks: bool, windows: bool = False, docum
 
 
 def choose_proven(
-    choose: Callable[[Mapping[str, str]], type[Kernel]], settings: tuple[Any, ...], wanted: Case, blocks: list[str],
+    choose: Callable[[Mapping[str, str]], type[Kernel]], settings: tuple[Any, ...], wanted: Case, blocks: Sequence[str],
     device: torch.device, group: Any = None, exchange: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> type[Kernel]:  # fmt: skip
     """Return the first kernel that computes the ``blocks`` right on all ranks; warn once of each that does not.
@@ -145,23 +145,27 @@ def choose_proven(
     return agreed[key]
 
 
-def first_problem(kernel: type[Kernel], wanted: Case, blocks: list[str], device: torch.device) -> str | None:
+def first_problem(kernel: type[Kernel], wanted: Case, blocks: Sequence[str], device: torch.device) -> str | None:
     """Return what is wrong with a kernel in the first block that it computes wrongly; None if it is right or exempt."""
     if not kernel.production or os.environ.get(SKIPPED_BY) == "1":
         return None
-    cases = (case_for(kernel, wanted, block, device) for block in blocks)
+    cases = cases_for(kernel, wanted, blocks, device)
     return next((error for case in cases if (error := prove(kernel, case, device))), None)
 
 
-def case_for(kernel: type[Kernel], wanted: Case, block: str, device: torch.device) -> Case:
-    """Return the case of a block that stands for all calls which the kernel computes in one way."""
-    tokens, shape, group, v_head_dim = 136, wanted.shape, wanted.group, wanted.v_head_dim
-    by_heads = kernel.compiles_by_heads and device.type == "cuda" and shape is not None
-    if not by_heads or shape is None or shape[0] * shape[1] * group * tokens * wanted.head_dim * 4 > _MOST_BYTES:
-        shape, group = None, min(group, 8) if kernel.grouped_heads else 1
+def cases_for(kernel: type[Kernel], wanted: Case, blocks: Sequence[str], device: torch.device) -> list[Case]:
+    """Return the cases to prove for ``wanted``: those that stand for all calls which the kernel computes alike."""
+    shape, group, v_head_dim = wanted.shape, min(wanted.group, 8) if kernel.grouped_heads else 1, wanted.v_head_dim
+    most = 2**25 // (_MOST_TOKENS * 4 * wanted.group * wanted.head_dim)
+    if kernel.compiles_by_heads and device.type == "cuda" and shape is not None and 0 < shape[0] * shape[1] <= most:
+        group = wanted.group
+    else:
+        shape = None
     if not kernel.takes_v_head_dim(wanted.head_dim, v_head_dim):
         v_head_dim = wanted.head_dim
-    return wanted._replace(block=block, group=group, v_head_dim=v_head_dim, shape=shape)
+    case = wanted._replace(group=group, v_head_dim=v_head_dim, shape=shape)
+    # One call per document is a full or a causal block.
+    return [case._replace(block=block) for block in blocks if kernel.varlen or "documents" not in block]
 
 
 def prove(kernel: type[Kernel], case: Case, device: torch.device) -> str | None:
@@ -218,27 +222,37 @@ def _error(kernel: type[Kernel], case: Case, device: torch.device) -> tuple[str 
     )
     # The larger the scores, the more a softcap changes them; too large ones make a softmax of one key.
     scale = min(max(1.25, case.softcap / 8), 4.0) * case.head_dim**-0.5
-    mask = MaskBlocks(tuple(parts), queries * unit, keys * unit) if parts else None
-    how: dict[str, Any] = {"scale": scale, "causal": case.block == "causal", "parts": mask}
-    try:
-        instance = kernel(deterministic=case.deterministic, softcap=case.softcap)
-        values = _results(instance, *(x.to(device) for x in (q, k, v, dout)), backward=case.backward, **how)
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as raised:
-        return f"cannot compute a {case}: {' '.join(f'{type(raised).__name__}: {raised}'.split())[:200]}", True
-    last_q, last_kv = (x[-1:, :, -case.group :] for x in (q, dout)), (x[-1:, :, -1:] for x in (k, v))
-    (q, dout), (k, v) = ([x.double() for x in tensors] for tensors in (last_q, last_kv))
-    truth = _results(ReferenceKernel(softcap=case.softcap), q, k, v, dout, backward=case.backward, **how)
+    # Windows of one kind at a time, since FlexAttention compiles for the number of kinds in a call.
+    kinds: list[MaskBlocks | None] = [
+        MaskBlocks(tuple(part for part in parts if part.band == band), queries * unit, keys * unit)
+        for band in dict.fromkeys(part.band for part in parts)
+    ]
+    (last_q, last_dout), (last_k, last_v) = (
+        [x[-1:, :, -heads:].double() for x in tensors] for tensors, heads in (((q, dout), case.group), ((k, v), 1))
+    )
+    q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
     allowed = _TOLERANCES.get(case.dtype, 3 * torch.finfo(case.dtype).eps)
-    for name, exact in truth.items():
-        value = values[name].to("cpu", torch.float64)
-        value = value[-1:, -case.group :] if name == "lse" else value[-1:, :, -exact.shape[2] :]
-        if name == "lse":  # -inf in rows without keys
-            value, exact = value.exp(), exact.exp()
-        error = float((value - exact).norm() / exact.norm())
-        if not error <= allowed:
-            return f"computes a {case} wrongly: {name} is off by {error:.2g} relative, allowed is {allowed:g}", False
+    for mask in kinds or [None]:
+        how: dict[str, Any] = {"scale": scale, "causal": case.block == "causal", "parts": mask}
+        how["backward"] = case.backward
+        try:
+            values = _results(kernel(deterministic=case.deterministic, softcap=case.softcap), q, k, v, dout, **how)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as raised:
+            return f"cannot compute a {case}: {' '.join(f'{type(raised).__name__}: {raised}'.split())[:200]}", True
+        truth = _results(ReferenceKernel(softcap=case.softcap), last_q, last_k, last_v, last_dout, **how)
+        for name, exact in truth.items():
+            value = values[name].to("cpu", torch.float64)
+            value = value[-1:, -case.group :] if name == "lse" else value[-1:, :, -exact.shape[2] :]
+            if name == "lse":  # -inf in rows without keys
+                value, exact = value.exp(), exact.exp()
+            error = float((value - exact).norm() / exact.norm())
+            if not error <= allowed:
+                return (
+                    f"computes a {case} wrongly: {name} is off by {error:.2g} relative, allowed is {allowed:g}",
+                    False,
+                )
     return None, False
 
 

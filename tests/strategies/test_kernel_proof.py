@@ -81,7 +81,7 @@ class NoCausal(Planted):
 class Grouped(Planted):
     """A right kernel that takes fewer kv heads than heads."""
 
-    grouped_heads = True
+    grouped_heads = varlen = True
 
     def _repeated(self, x: Tensor, group: int) -> Tensor:
         return x.repeat_interleave(group, 2)
@@ -314,7 +314,7 @@ def test_tensors_are_small_and_freed(monkeypatch: pytest.MonkeyPatch, group: int
                     alive.append(weakref.ref(x))
             return result
 
-    case = proof.case_for(Grouped, proof.Case("", torch.float32, 256, 256, group), block, CPU)
+    (case,) = proof.cases_for(Grouped, proof.Case("", torch.float32, 256, 256, group), [block], CPU)
     monkeypatch.setattr(proof, "_disable_current_modes", Watches)
     assert proof.prove(Grouped, case, CPU) is None
     assert 0 < largest <= 2**25 and not any(x() is not None for x in alive)
@@ -396,7 +396,7 @@ DAMAGE = {
     "cut off": b'{"kernel": "planted", "environment": "x86',
     "other types": b'[1]\n7\nnull\n{"kernel": 1}\n{"kernel": [], "environment": {}, "case": 1, "error": null}\n',
     "nested": b"[" * 100_000,
-    "too large": b"." * (proof._MOST_BYTES + 9),
+    "too large": b"." * (proof._MOST_FILE_BYTES + 9),
 }
 
 
@@ -405,7 +405,7 @@ def test_a_damaged_file_costs_a_proof(cache: Path, damage: str) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_bytes(DAMAGE[damage])
     assert _is_proven_again() and not _is_proven_again()
-    assert cache.stat().st_size <= proof._MOST_BYTES + 9
+    assert cache.stat().st_size <= proof._MOST_FILE_BYTES + 9
 
 
 def test_a_file_that_cannot_be_written_costs_a_proof_per_process(

@@ -99,10 +99,10 @@ def test_verdicts_and_their_cost(name: str, head_dim: int, capsys: pytest.Captur
                 continue
             wanted = proof.Case("", dtype, head_dim, head_dim, 4 // kv_heads, softcap, shape=(1, kv_heads))
             for causal in (True, False):
-                for block in proof.blocks_of(
+                blocks = proof.blocks_of(
                     causal=causal, several_ranks=False, windows=kernel.takes_windows, documents=True
-                ):
-                    case = proof.case_for(kernel, wanted, block, CUDA)
+                )
+                for case in proof.cases_for(kernel, wanted, blocks, CUDA):
                     (first, error), (again, same) = (_timed_proof(kernel, case) for _ in range(2))
                     lines.append(f"{name}, {case}: {first:.1f} ms, again {again:.1f} ms, {error or 'right'}")
                     assert error == same
