@@ -112,7 +112,8 @@ def test_verdicts_and_their_cost(name: str, head_dim: int, capsys: pytest.Captur
         print("", *lines, sep="\n")
     assert lines
     if _only_128(name):
-        assert len(wrong) == (sum(", bf16," not in line for line in lines) if head_dim == 128 else len(lines))
+        fits = [line for line in lines if head_dim == 128 and "bf16" in line]
+        assert all((line in wrong) != (line in fits) for line in lines if "softcap" not in line)
     else:
         assert not wrong
     assert not slow
@@ -124,6 +125,8 @@ def test_a_first_call_costs_little_more_than_the_kernels_own(
 ) -> None:
     """Print the time that a proof adds to a first call whose kernel has run before, as in a second strategy."""
     _skip_without(name)
+    proof.environment.cache_clear()
+    proof._build_hash.cache_clear()
     q, k, v = _inputs(128)
     times = []
     for skipped in ("1", "0", "0", "0"):  # the kernel's own first call, then with a proof, known, known
