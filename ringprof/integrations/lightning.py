@@ -22,10 +22,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ringprof.record.process_group import GroupRanks
+from ringprof.ranks.process_group import GroupRanks
 from ringprof.strategies import Unsupported
 from ringprof.strategies.base import Strategy
-from ringprof.training import monitor, prove
+from ringprof.training.api import monitor, prove
 
 
 def _lightning() -> Any:
