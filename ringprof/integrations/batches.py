@@ -96,7 +96,9 @@ def _check_mask(mask: Tensor | None) -> None:
 def documents_of(batch: Mapping[str, Any], positions: Tensor, length: int) -> list[int] | None:
     """Return the cumulative lengths of packed documents, None where there is one document."""
     if batch.get("cu_seq_lens_q") is not None:
-        documents = [int(end) for end in batch["cu_seq_lens_q"].tolist()]
+        documents = batch["cu_seq_lens_q"].tolist()
+        if documents[-1] != length:
+            raise Unsupported(f"cu_seq_lens_q ends at {documents[-1]}, and the batch has {length} tokens")
     else:
         if positions.ndim != 2:
             raise Unsupported(f"position_ids of {positions.ndim} dimensions are not supported")

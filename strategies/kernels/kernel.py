@@ -1,7 +1,8 @@
 """Kernel interface: one block of attention on one device, forward and backward.
 
-Tensors are (B, S, H, D) for q, out and dout, (B, S, Hkv, D) for k and v, and (B, H, S) float32 for the LSE (natural
-logarithm). A block is full, or causal and square, or a set of rectangles (`MaskBlocks`). Every kernel counts its FLOPs.
+Tensors are (B, S, H, D) for q, out and dout, (B, S, Hkv, D) for k and v, and (B, H, S) for the LSE (natural logarithm,
+in float32; float64 for float64). A block is full, or causal and square, or a set of rectangles (`MaskBlocks`). Every
+kernel counts its FLOPs.
 """
 
 from __future__ import annotations
