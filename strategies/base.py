@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
 from ringprof.workload.mask import DOCUMENTS, WINDOW, Mask, integers
@@ -32,7 +34,8 @@ from .kernels.merge import (
     wide_type,
     with_sinks,
 )
-from .kernels.registry import choose_kernel
+from .kernels.proof import Case, blocks_of, choose_proven
+from .kernels.registry import NOTHING_REFUSED, choose_kernel
 from .kernels.uncompiled import uncompiled
 from .masks.cache_layout import CacheLayout
 from .masks.document_layouts import DocumentsLayout as DocumentsLayout
@@ -63,6 +66,8 @@ _COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
 _PLAIN_MASKS = {causal: Mask(causal=causal) for causal in (True, False)}
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
+_Use = tuple[int, int, int, bool]
+"""Heads of q and of k, size of v's heads, and whether the mask is causal."""
 POSITIONS_KEPT = 8
 """Number of position tensors that a strategy caches."""
 _KEPT_DOCUMENTS = 4096
@@ -431,7 +436,8 @@ class Strategy(Expectations, ABC):
             if mask.documents:
                 self._check_sharding(mask.documents)
             sharded_mask = self.sharded_mask(mask, seq, size, **self.parameters)
-        kernel = self.kernel_for(q, **self._kernel_requirements(mask, softcap))
+        use = q.shape[2], k.shape[2], v.shape[3], causal
+        kernel = self.kernel_for(q, use=use, **self._kernel_requirements(mask, softcap))
         call = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, sharded_mask)
         attend = self.differentiable
         out, lse = attend(call, q, k, v) if self.exchange is None else self.exchange.around(attend, call, q, k, v)
@@ -474,27 +480,56 @@ class Strategy(Expectations, ABC):
     def kernel_class(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
         windows: bool = False, documents: bool = False, softcap: float = 0.0,
+        refused: Mapping[str, str] = NOTHING_REFUSED,
     ) -> type[Kernel]:  # fmt: skip
-        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`."""
+        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`.
+
+        ``refused``: why kernels are not used, by name.
+        """
         return choose_kernel(
             name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
-            documents=documents, softcap=softcap,
+            documents=documents, softcap=softcap, refused=refused,
         )  # fmt: skip
 
-    def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0) -> Kernel:
+    def kernel_for(
+        self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0,
+        use: _Use | None = None,
+    ) -> Kernel:  # fmt: skip
         """Return the kernel for blocks of tensors like ``q`` that supports ``windows``, ``documents`` and ``softcap``.
 
-        Raises `Unsupported` where it is not available.
+        With ``use``, collective the first time: the kernel has proven itself on all ranks, and calls without it then
+        return that kernel. Raises `Unsupported` where no kernel is available.
         """
-        key = q.device, q.dtype, q.shape[-1], windows, documents, softcap
+        key = type(q), q.device, q.dtype, q.shape[-1], windows, documents, softcap, use
         if key not in self._kernels:
-            chosen = self.kernel_class(
-                self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents,
-                softcap=softcap,
-            )  # fmt: skip
+            chosen = self._proven_class(q, use, softcap, {"windows": windows, "documents": documents})
             existing = (x for x in self._kernels.values() if type(x) is chosen and x.softcap == softcap)
-            self._kernels[key] = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            kernel = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            self._kernels[key] = self._kernels[(*key[:-1], None)] = kernel
         return self._kernels[key]
+
+    def _proven_class(self, q: Tensor, use: _Use | None, softcap: float, mask: dict[str, Any]) -> type[Kernel]:
+        """Return the kernel that `kernel_for` chooses; with ``use``, one that all ranks have found to be right."""
+        name, deterministic, size = self._kernel_name, self._deterministic, q.shape[-1]
+
+        def choose(refused: Mapping[str, str]) -> type[Kernel]:
+            options: dict[str, Any] = {"refused": refused} if refused else {}
+            return self.kernel_class(
+                name, q.device, q.dtype, size, deterministic=deterministic, softcap=softcap, **mask, **options
+            )
+
+        # Kernels of other packages' strategies compute in their own way, and the reference is the truth.
+        exempt = self.KERNELS or name == "reference" or q.is_meta or not q.is_floating_point()
+        if use is None or exempt or detect_fake_mode([q]) is not None:
+            return choose({})
+        heads, kv_heads, v_head_dim, causal = use
+        degree, trains = 1 if self.exchange is None else self.exchange.degree, self.phase == "training"
+        heads, kv_heads = heads // degree, max(1, lcm(kv_heads, degree) // degree)
+        group, shape = max(1, heads // kv_heads), (q.shape[0], kv_heads)
+        wanted = Case("", q.dtype, size, v_head_dim, group, softcap, deterministic, trains, shape)
+        blocks = blocks_of(causal=causal, several_ranks=self.ring_size > 1 or not trains, **mask)
+        settings = type(self), name
+        return choose_proven(choose, settings, wanted, blocks, q.device, self.comm.group, self.comm.gather_objects)
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels chosen so far."""

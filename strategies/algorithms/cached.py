@@ -152,8 +152,10 @@ class Cached(Strategy):
         layout = self.cache_layout(kv_length, new, chunks)
         self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
         call = AttentionCall(
-            self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal, cache_layout=layout
-        )
+            self.kernel_for(
+                q, use=(q.shape[2], k.shape[2], v.shape[3], causal), **self._kernel_requirements(mask, softcap)
+            ), scale, causal, cache_layout=layout,
+        )  # fmt: skip
         self.comm.meter.phase = "forward"
         out, lse = self.compute(call, mask, q, k, v, kv_length)
         if sinks is not None:
