@@ -753,8 +753,12 @@ def mask_of_call(documents: Documents, window: Sequence[int], *, causal: bool, p
 
 
 def positions_in_documents(positions: Tensor, documents: Sequence[int] | None) -> Tensor:
-    """Return the position of each token in its document, from those in the packed sequence."""
-    starts = torch.tensor(documents or (0,), device=positions.device)
+    """Return the position of each token in its document, from those in the packed sequence. The host does not wait."""
+    if documents is None:
+        return positions
+    starts = torch.tensor(documents)
+    if positions.is_cuda:
+        starts = starts.pin_memory().to(positions.device, non_blocking=True)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 

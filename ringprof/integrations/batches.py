@@ -113,14 +113,14 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
     source, documents, problem = _source(batch), None, ""
     length, device = source.shape[1], source.device
     positions = batch.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length, device=device)[None]
     try:
         _check_mask(batch.get("attention_mask"))
         documents = documents_of(batch, positions, length)
     except Unsupported as error:
         problem = str(error)
     check_batch(strategy, batch.values(), problem)
+    if positions is None:
+        positions = torch.arange(length, device=device)[None]
     documents, extra = _padded(documents, length, strategy)
 
     def local(x: Tensor, value: int) -> Tensor:
@@ -169,10 +169,7 @@ def unshard_batch(local: Tensor, batch: Mapping[str, Any], strategy: Strategy) -
     differentiable. Raises `Unsupported` for tensors of another length than this rank's shard of ``batch``.
     """
     length = _source(batch).shape[1]
-    positions = batch.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length)[None]
-    documents, extra = _padded(documents_of(batch, positions, length), length, strategy)
+    documents, extra = _padded(documents_of(batch, batch.get("position_ids"), length), length, strategy)
     if local.shape[1] * strategy.comm.size != length + extra:
         raise Unsupported(
             f"{local.shape[1]} tokens of each of {strategy.comm.size} ranks are not the {length} of the batch: pass the"
@@ -207,7 +204,7 @@ def _check_mask(mask: Tensor | None) -> None:
         raise Unsupported("attention_mask hides tokens before others (left padding): pad on the right")
 
 
-def documents_of(batch: Mapping[str, Any], positions: Tensor, length: int) -> list[int] | None:
+def documents_of(batch: Mapping[str, Any], positions: Tensor | None, length: int) -> list[int] | None:
     """Return the cumulative lengths of packed documents, None where there is one document.
 
     Raises `Unsupported` for positions and lengths of a batch that is already sharded.
@@ -215,6 +212,8 @@ def documents_of(batch: Mapping[str, Any], positions: Tensor, length: int) -> li
     if batch.get("cu_seq_lens_q") is not None:
         documents = [int(end) for end in batch["cu_seq_lens_q"].tolist()]
         sharded = documents[-1] != length
+    elif positions is None:
+        return None
     else:
         if positions.ndim != 2:
             raise Unsupported(f"position_ids of {positions.ndim} dimensions are not supported")
