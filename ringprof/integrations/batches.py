@@ -88,7 +88,7 @@ def compare_batch(strategy: Strategy, batch: Iterable[Any], problem: str = "") -
     except Unsupported as error:
         advice = ": all ranks of a context-parallel group need the same batches, from a data loader that does not"
         advice += " distribute them over the group (Lightning: use_distributed_sampler=False)"
-        raise Unsupported(f"{error}{advice if 'checksum' in str(error) else ''}") from None
+        raise Unsupported(f"{error}{advice if str(error).count('checksum') == 2 else ''}") from None
 
 
 @uncompiled
@@ -106,9 +106,11 @@ def shard_batch(batch: Mapping[str, Any], strategy: Strategy, *, pad_token_id: i
     they count from 0. A length that the layout cannot divide is padded at its end with ``pad_token_id`` and ignored
     labels.
 
+    Every rank of the group calls this for every batch: for the first two and every 100th they compare a checksum.
+
     Raises `Unsupported` for a 4-D or left-padded ``attention_mask``, for a tensor of unknown shape, for batch entries
-    that pack different documents, and for a batch that is already sharded. Raises it on every rank where the ranks have
-    different batches (compared now and then), and where a model ran on the last batch without calling a strategy.
+    that pack different documents, for a batch that is already sharded, for different batches on the ranks, and where a
+    model ran on the last batch without calling a strategy.
     """
     source, documents, problem = _source(batch), None, ""
     length, device = source.shape[1], source.device
