@@ -40,9 +40,9 @@ def register(strategy: Strategy, name: str = "ringprof", model: nn.Module | None
     is set to use it, and `Unsupported` is raised if some of its attention layers do not.
 
     The attention raises `Unsupported` where the result would be wrong: for a 4-D mask, padding, a cache of keys,
-    attention dropout, layers that are neither full nor sliding attention, models that take no ``position_ids`` or no
-    shifted labels, rotary embeddings that depend on the sequence's length (dynamic NTK, longrope) beyond the original
-    length, and ``position_ids`` that are not those of the strategy's shard.
+    attention dropout, layers that are neither full nor sliding attention, models that take no ``position_ids``, do not
+    pass them to their attention or take no shifted labels, rotary embeddings that depend on the sequence's length
+    (dynamic NTK, longrope) beyond the original length, and ``position_ids`` that are not those of the strategy's shard.
     """
     AttentionInterface.register(name, _Attention(strategy))
     AttentionMaskInterface.register(name, _no_mask)
@@ -216,6 +216,11 @@ class _Attention:
         documents = self._documents(kwargs.get("cu_seq_lens_q"))
         if kwargs.get("position_ids") is not None:
             self._check_positions(kwargs["position_ids"], query.shape[2], documents)
+        elif self.strategy.comm.size > 1:
+            raise Unsupported(
+                f"{type(module).__name__} gets no position_ids, or passes none to its attention function: wrong"
+                " positions and lost documents would not show"
+            )
         out = self.strategy.attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, softmax_scale=scaling,
             window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1),

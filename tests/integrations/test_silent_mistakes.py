@@ -86,6 +86,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda strategy: two_steps(model_of("Bart", "ringprof", **BART), strategy),
         "BartForCausalLM takes no position_ids",
     ),
+    "a model whose attention gets none": (
+        lambda strategy: two_steps(model_of("GPTBigCode", "ringprof", n_embd=32, n_layer=2, n_head=4), strategy),
+        "GPTBigCodeAttention gets no position_ids, or passes none",
+    ),
     "register with a model that ignores it": (
         lambda strategy: register(strategy, model=model_of("XGLM", "eager", d_model=32, num_layers=2, ffn_dim=64)),
         "XGLMForCausalLM does not use transformers' attention interface",
