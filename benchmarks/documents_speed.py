@@ -29,12 +29,12 @@ from on_gpus import leave, say, start, timed
 from torch import Tensor
 
 from ringprof.errors import RingprofError
-from ringprof.record.measure import WorkloadShard
-from ringprof.record.verify import verify
-from ringprof.run import Workload
+from ringprof.iteration.shard import WorkloadShard
+from ringprof.proof.verify import verify
 from ringprof.strategies import create
 from ringprof.strategies.algorithms.zigzag import Zigzag
 from ringprof.workload.documents import document_lengths
+from ringprof.workload.workload import Workload
 
 ALONE = "kernel alone"
 OURS = (

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ringprof.record.clock import clock_for
+from ringprof.iteration.clock import clock_for
 
 
 def start() -> torch.device:

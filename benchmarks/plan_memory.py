@@ -21,17 +21,18 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from ringprof.record.baselines import measure_baselines, strategy_without_transport
-from ringprof.record.dryrun import memory
-from ringprof.record.dynamic_cp import DynamicCpShard
-from ringprof.record.layer import LayersShard
-from ringprof.record.measure import WorkloadShard, measure, peak_bytes
-from ringprof.record.progress import SilentReporter
-from ringprof.record.request import RecordRequest
-from ringprof.run import LayerAround, Workload
+from ringprof.dryrun import memory
+from ringprof.iteration.baselines import measure_baselines, strategy_without_transport
+from ringprof.iteration.dynamic_cp import DynamicCpShard
+from ringprof.iteration.layer import LayersShard
+from ringprof.iteration.request import RecordRequest
+from ringprof.iteration.shard import WorkloadShard, peak_bytes
+from ringprof.ranks.progress import SilentReporter
+from ringprof.recording.measure import measure
 from ringprof.strategies import create, names
 from ringprof.strategies.algorithms.dynamic import Dynamic
 from ringprof.strategies.transport.copy_engine import held_bytes
+from ringprof.workload.workload import LayerAround, Workload
 
 PLAIN = Workload(seq=32768, heads=32, kv_heads=8, head_dim=128)
 DECODE = Workload(seq=1, batch=4, heads=32, kv_heads=8, head_dim=128, backward=False, phase="decode", kv_length=131072)

@@ -33,7 +33,8 @@ from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.score import check_rows
 from ringprof.prediction.what_if import Changes, what_if
 from ringprof.prediction.whole_steps import predict_step
-from ringprof.run import LayerAround, Run, Workload, read_run
+from ringprof.run import Run, read_run
+from ringprof.workload.workload import LayerAround, Workload
 
 ROOT = Path(__file__).parents[1]
 TRACES, DATA = ROOT / "traces", ROOT / "benchmarks" / "data"

@@ -20,14 +20,16 @@ from typing import Any
 import msgspec
 import torch
 
-from ringprof.record.launcher import launcher_rank
-from ringprof.record.machine import device_name, host_name
-from ringprof.record.measure import WorkloadShard, measure
-from ringprof.record.process_group import world_group
-from ringprof.record.progress import SilentReporter
-from ringprof.record.recording import RankResult, build_run, gather_results, strategy_used
-from ringprof.run import Timings, Workload, write_run
+from ringprof.iteration.shard import WorkloadShard
+from ringprof.ranks.launcher import launcher_rank
+from ringprof.ranks.machine import device_name, host_name
+from ringprof.ranks.process_group import world_group
+from ringprof.ranks.progress import SilentReporter
+from ringprof.recording.measure import measure
+from ringprof.recording.recording import RankResult, build_run, gather_results, strategy_used
+from ringprof.run import Timings, write_run
 from ringprof.strategies import create
+from ringprof.workload.workload import Workload
 
 WARMUP, ITERS = 4, 12
 SMALL, SMALL_FACTOR = 8192, 10

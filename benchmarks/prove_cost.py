@@ -38,7 +38,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     device = start()
     if options.first_proof_s is not None:
-        from ringprof.record import prover
+        from ringprof.training import prover
 
         prover._estimated_s = lambda *_: options.first_proof_s
     strategy = create("zigzag")

@@ -22,7 +22,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 ATTENTION = ("zigzag", "ulysses")

@@ -21,17 +21,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ringprof.iteration.recurrence import RecurrenceShard
 from ringprof.prediction.calibration import Calibration, read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.record.measure import measure
-from ringprof.record.progress import SilentReporter
-from ringprof.record.recurrence import RecurrenceShard
-from ringprof.run import Workload
-from ringprof.strategies.recurrent.state_strategies import create_recurrent
+from ringprof.ranks.progress import SilentReporter
+from ringprof.recording.measure import measure
+from ringprof.strategies.recurrent.registry import create_recurrent
 from ringprof.workload.recurrences import Operator
+from ringprof.workload.workload import Workload
 
 DATA = Path(__file__).parent / "data" / "recurrent_runs.csv"
 COLUMNS = "machine", "operator", "strategy", "gpus", "seq", "heads", "conv_width", "ms", "peak_mib"

@@ -36,7 +36,7 @@ from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor
 
 from ringprof.strategies.recurrent import pieces
-from ringprof.strategies.recurrent.state_strategies import PEERS, STRATEGIES, create_recurrent
+from ringprof.strategies.recurrent.registry import PEERS, STRATEGIES, create_recurrent
 
 HEADS, SIZE = 16, 128
 DTYPE = torch.bfloat16

@@ -34,14 +34,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from ringprof.analysis.findings.recording_spread import SAME_SESSION
-from ringprof.analysis.findings.uncertainty import significantly_different
-from ringprof.record.launcher import RankInfo
-from ringprof.record.measure import WorkloadShard, measure
-from ringprof.record.process_group import world_group
-from ringprof.record.progress import SilentReporter
-from ringprof.run import Workload
+from ringprof.analysis.findings.uncertainty import SAME_SESSION, significantly_different
+from ringprof.iteration.shard import WorkloadShard
+from ringprof.ranks.launcher import RankInfo
+from ringprof.ranks.process_group import world_group
+from ringprof.ranks.progress import SilentReporter
+from ringprof.recording.measure import measure
 from ringprof.strategies import create
+from ringprof.workload.workload import Workload
 
 PATIENCE_S = 90
 """Time limit for one recording in seconds."""

@@ -55,8 +55,8 @@ def main() -> None:
     from ringprof.prediction.query import Query
     from ringprof.prediction.schedules import schedule_of
     from ringprof.prediction.whole_steps import predict_step, step_dict
-    from ringprof.run import LayerAround, Workload
     from ringprof.strategies import create
+    from ringprof.workload.workload import LayerAround, Workload
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", required=True)

@@ -43,14 +43,14 @@ from on_gpus import leave, say, start, timed
 from ring_flash_attn_3 import point_at_flash_attn_3
 
 from ringprof.errors import VerificationError
-from ringprof.record.baselines import Replay
-from ringprof.record.measure import WorkloadShard
-from ringprof.record.shutdown.rank_errors import ran_out
-from ringprof.record.verify import verify
-from ringprof.run import Workload
+from ringprof.iteration.baselines import Replay
+from ringprof.iteration.shard import WorkloadShard
+from ringprof.proof.verify import verify
+from ringprof.ranks.rank_errors import ran_out
 from ringprof.strategies import Unsupported, create, find
 from ringprof.strategies.transport.copy_engine import slots_in_use
 from ringprof.workload.devices import peak_of
+from ringprof.workload.workload import Workload
 
 OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
 PEERS = (

@@ -31,13 +31,13 @@ MODULES = (
     "ringprof.strategies.base",
     "ringprof.strategies.registry",
     "ringprof.run",
-    "ringprof.frames",
+    "ringprof.results.frames",
     "ringprof.report.plots",
     "ringprof.analysis.steps.steps",
     "ringprof.analysis.findings.waterfall",
     "ringprof.analysis.findings.conditions",
     "ringprof.trace.reduced",
-    "ringprof.record.check.result",
+    "ringprof.proof.result",
     "ringprof.errors",
 )
 """Modules of the reference beside the public names of `ringprof`."""

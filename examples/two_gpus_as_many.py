@@ -29,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ringprof.record.clock import clock_for
-from ringprof.record.measure import WorkloadShard
-from ringprof.run import Workload
+from ringprof.iteration.clock import clock_for
+from ringprof.iteration.shard import WorkloadShard
 from ringprof.strategies import Unsupported, find
 from ringprof.strategies.base import Context
 from ringprof.strategies.registry import parse_parameter
@@ -40,6 +39,7 @@ from ringprof.strategies.transport.groups import process_group
 from ringprof.strategies.transport.hosts import Hosts
 from ringprof.strategies.transport.ring_channel import Channel, Hop, RankGroup
 from ringprof.strategies.transport.torch_transport import CopyTransport, TorchTransport
+from ringprof.workload.workload import Workload
 
 
 def exchange(channel: Channel, comm: RankGroup, shares: Any, keeps: Any) -> TorchTransport:

@@ -44,37 +44,38 @@ from typing import TYPE_CHECKING, Any
 from ringprof._version import __version__
 
 if TYPE_CHECKING:
-    from ringprof.api import Analysis, load
-    from ringprof.benchmark_logs.logs import logs
-    from ringprof.comm_logs.comm_log_report import CommLogAnalysis, load_comm_logs
-    from ringprof.comparison import compare
-    from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
-    from ringprof.options import LoadOptions
     from ringprof.prediction.api import advise, balance, predict
     from ringprof.prediction.network import Cluster
-    from ringprof.run import Workload
-    from ringprof.training import capture, check, check_model, monitor, prove
+    from ringprof.printed.benchmarks.logs import logs
+    from ringprof.printed.communication.comm_log_report import CommLogAnalysis, load_comm_logs
+    from ringprof.printed.tables.table_analysis import TableAnalysis, load_tables
+    from ringprof.results.analysis import Analysis
+    from ringprof.results.comparison import compare
+    from ringprof.results.load import load
+    from ringprof.results.options import LoadOptions
+    from ringprof.training.api import capture, check, check_model, monitor, prove
+    from ringprof.workload.workload import Workload
 
 _HOME = {
-    "Analysis": "ringprof.api",
+    "Analysis": "ringprof.results.analysis",
     "Cluster": "ringprof.prediction.network",
-    "CommLogAnalysis": "ringprof.comm_logs.comm_log_report",
-    "LoadOptions": "ringprof.options",
-    "TableAnalysis": "ringprof.kernel_tables.table_analysis",
-    "Workload": "ringprof.run",
+    "CommLogAnalysis": "ringprof.printed.communication.comm_log_report",
+    "LoadOptions": "ringprof.results.options",
+    "TableAnalysis": "ringprof.printed.tables.table_analysis",
+    "Workload": "ringprof.workload.workload",
     "advise": "ringprof.prediction.api",
     "balance": "ringprof.prediction.api",
-    "capture": "ringprof.training",
-    "check": "ringprof.training",
-    "check_model": "ringprof.training",
-    "compare": "ringprof.comparison",
-    "load": "ringprof.api",
-    "load_comm_logs": "ringprof.comm_logs.comm_log_report",
-    "load_tables": "ringprof.kernel_tables.table_analysis",
-    "logs": "ringprof.benchmark_logs.logs",
-    "monitor": "ringprof.training",
+    "capture": "ringprof.training.api",
+    "check": "ringprof.training.api",
+    "check_model": "ringprof.training.api",
+    "compare": "ringprof.results.comparison",
+    "load": "ringprof.results.load",
+    "load_comm_logs": "ringprof.printed.communication.comm_log_report",
+    "load_tables": "ringprof.printed.tables.table_analysis",
+    "logs": "ringprof.printed.benchmarks.logs",
+    "monitor": "ringprof.training.api",
     "predict": "ringprof.prediction.api",
-    "prove": "ringprof.training",
+    "prove": "ringprof.training.api",
 }
 
 __all__ = [

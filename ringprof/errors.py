@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 
 class RingprofError(Exception):
@@ -104,3 +105,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     words = [word for word in wanted.split("-") if word in folded]
     close = difflib.get_close_matches(wanted, folded, cutoff=0.75) or words or difflib.get_close_matches(wanted, folded)
     return f" (did you mean {folded[close[0]]!r}?)" if close else ""
+
+
+def require_packages(*packages: str) -> None:
+    """Check that these packages are installed, before modules that import them. Raises `MissingExtraError`."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(f"recording needs {package}: {install_command('record')}")

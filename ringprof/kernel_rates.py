@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ringprof.common.decoding import decode_json, read_small
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 _MACHINES = Path(__file__).parent / "prediction" / "machines"
 _MAX_OCTAVES_OUTSIDE = 1.0

@@ -36,13 +36,13 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
+from ringprof.prediction.machine import with_rates
 from ringprof.prediction.measure_recurrences import RecurrenceSample, curves_from
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
-from ringprof.prediction.rates import with_rates
 from ringprof.prediction.schedules import schedule_of
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .algorithms.redistribute import redistribute_cache
     from .catalog import Spec, find
     from .errors import PeerLost, UnknownName, Unsupported, WrongGradient
-    from .recurrent.state_strategies import create_recurrent
+    from .recurrent.registry import create_recurrent
     from .registry import Parameter, create, for_inference, for_recurrences, names, parameters, peer_names
 
 _MODULES = {
@@ -30,7 +30,7 @@ _MODULES = {
     "Unsupported": "errors",
     "WrongGradient": "errors",
     "create": "registry",
-    "create_recurrent": "recurrent.state_strategies",
+    "create_recurrent": "recurrent.registry",
     "find": "catalog",
     "for_inference": "registry",
     "for_recurrences": "registry",

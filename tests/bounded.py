@@ -20,7 +20,7 @@ OF_PYTHON = 700 << 20
 _PROGRAM = """
 import contextlib, io, json, resource, sys
 from ringprof.cli import run
-import ringprof.api, ringprof.report.terminal
+import ringprof.results.analysis, ringprof.report.terminal
 most = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 def peak():

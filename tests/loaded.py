@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import ringprof
-from ringprof.api import Analysis
+from ringprof.results.analysis import Analysis
 
 
 def analysis(path: str | os.PathLike[str], **options: Any) -> Analysis:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringprof.common.compile_cache import VARIABLE, choose_compile_cache
-from tests.record.command import RINGPROF, SMALL, run
+from tests.recording.command import RINGPROF, SMALL, run
 
 
 def chosen(environment: dict[str, str], fallback: str | None = None) -> str | None:

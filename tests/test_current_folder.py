@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tests.record.command import HANGS_S, SMALL, environment
+from tests.recording.command import HANGS_S, SMALL, environment
 from tests.scale.runs import write_ring
 
 

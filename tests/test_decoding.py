@@ -31,7 +31,7 @@ def with_field(document: bytes, value: bytes) -> bytes:
 
 def read_sweep_of(data: bytes, name: str) -> object:
     pytest.importorskip("torch")
-    from ringprof.sweep import read_sweep
+    from ringprof.trials.sweep import read_sweep
 
     Path(name).write_bytes(data)
     return read_sweep(name)

@@ -16,9 +16,9 @@ import click
 import pytest
 
 import ringprof
-import ringprof.api
-import ringprof.comparison
-import ringprof.frames
+import ringprof.results.analysis
+import ringprof.results.comparison
+import ringprof.results.frames
 import ringprof.strategies
 from ringprof import cli
 from ringprof.cli import commands
@@ -200,7 +200,13 @@ def test_every_warning_of_a_report_is_in_the_docs() -> None:
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    for module in (ringprof, ringprof.api, ringprof.comparison, ringprof.frames, ringprof.strategies):
+    for module in (
+        ringprof,
+        ringprof.results.analysis,
+        ringprof.results.comparison,
+        ringprof.results.frames,
+        ringprof.strategies,
+    ):
         for name, thing in vars(module).items():
             mine = getattr(thing, "__module__", "").startswith("ringprof")
             if not name.startswith("_") and mine and (inspect.isfunction(thing) or inspect.isclass(thing)):

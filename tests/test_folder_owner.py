@@ -12,7 +12,7 @@ import pytest
 
 from ringprof.common import scratch
 from ringprof.common.scratch import OWNER_FILE, has_token, is_abandoned, lock, remove_abandoned, unlock
-from tests.record.command import environment
+from tests.recording.command import environment
 
 HOLD = "import sys, pathlib; from ringprof.common.scratch import lock; "
 HOLD += "lock(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"

@@ -10,7 +10,7 @@ import pytest
 
 from ringprof.errors import InputError
 from ringprof.kernel_rates import DeviceRates, KernelRate, block_times, bundled_rates, read_rates
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 PLAIN = Workload(seq=4096, heads=8, kv_heads=8, head_dim=128, backward=False, causal=False)
 FLOPS = 4 * 8 * 128 * 4096 * 4096

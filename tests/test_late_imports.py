@@ -20,8 +20,8 @@ SLOW = {
 """Modules that take longer to import than reading a small trace, or are not installed everywhere."""
 OWN_SLOW = {
     "ringprof.report.page.html", "ringprof.report.page.pages", "ringprof.report.plots", "ringprof.report.notebook",
-    "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.prediction", "ringprof.record",
-    "ringprof.comm_logs.analyse",
+    "ringprof.printed.tables", "ringprof.printed.benchmarks", "ringprof.prediction", "ringprof.recording",
+    "ringprof.printed.communication.analyse",
 }  # fmt: skip
 """Modules of ringprof that a report of a trace in a terminal does not need (tests/cli/test_start.py)."""
 NOT_EVERYWHERE = {

@@ -18,7 +18,7 @@ import pytest
 from ringprof.common import process_pool
 from ringprof.common.process_pool import ProcessEnded, map_in_processes
 from tests.paths import ROOT
-from tests.record.command import HANGS_S, wait_until
+from tests.recording.command import HANGS_S, wait_until
 
 
 def test_results_come_in_the_order_of_the_items() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from ringprof import run as store
 from ringprof.errors import InputError, RunFormatError
-from ringprof.run import RankTrace, Run, Timings, Workload, read_run, slowest, write_run
+from ringprof.run import RankTrace, Run, Timings, read_run, slowest, write_run
+from ringprof.workload.workload import Workload
 from tests.analysis.recorded import recorded_run
 
 

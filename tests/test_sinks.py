@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ringprof import sinks
 from ringprof.errors import MissingExtraError, UsageError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.reduced import reduce_trace
-from ringprof.training import SampleLog, sample_figures
+from ringprof.training import sinks
+from ringprof.training.api import SampleLog, sample_figures
 from tests.analysis.transfers.test_hops import ring
 
 FIGURES = {"exposed_comm_share": 0.25, "step_ms": 12.5, "straggler": 3.0}

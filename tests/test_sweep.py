@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="recording needs torch")
 
-from ringprof import cli, sweep
+from ringprof import cli
 from ringprof.analysis.findings.summary import summarise
 from ringprof.errors import (
     InputError,
@@ -26,12 +26,14 @@ from ringprof.errors import (
     UsageError,
     VerificationError,
 )
-from ringprof.record import RecordRequest
-from ringprof.record.progress import SilentReporter
+from ringprof.ranks.progress import SilentReporter
+from ringprof.recording import RecordRequest
 from ringprof.report.sweep import COLUMNS, SweepTable, render_markdown
 from ringprof.report.text import TextStyle
-from ringprof.run import Baselines, Workload, write_run
+from ringprof.run import Baselines, write_run
 from ringprof.scale.pipeline import attribute
+from ringprof.trials import sweep
+from ringprof.workload.workload import Workload
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
 from tests.paths import ROOT

@@ -90,7 +90,7 @@ def test_prediction_of_too_many_ranks_or_tokens_is_refused(hosts: int, seq: int,
     pytest.importorskip("torch")
     from ringprof.prediction.query import Query
     from ringprof.prediction.schedules import schedule_of
-    from ringprof.run import Workload
+    from ringprof.workload.workload import Workload
 
     cluster = Cluster(hosts=hosts, gpus_per_host=1024)
     workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128)

@@ -13,8 +13,9 @@ from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import total
 from ringprof.analysis.transfers.transfers import Transfer
-from ringprof.run import Run, Workload
+from ringprof.run import Run
 from ringprof.trace.columns import CUT_OFF, NONE, Notice, Trace, distinct
+from ringprof.workload.workload import Workload
 
 _BLOCK = re.compile(r"ringprof::(fwd|bwd)/(?:.*/)?block")
 _PASS = {"fwd": "forward", "bwd": "backward"}

@@ -18,7 +18,7 @@ from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import duration, or_dash
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 _COLUMNS = (
     Column("strategy"), Column("", left=True, folds=True), Column("layout", left=True, folds=True),
@@ -70,7 +70,7 @@ def command(
         raise UsageError(f"{unused} goes with --cp-sizes")
     workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **mask_of(options, seq))
     with show_progress("balancing"):
-        from ringprof.record.balance import balances  # imports torch, which takes seconds
+        from ringprof.prediction.balance import balances  # imports torch, which takes seconds
 
         results = balances(workload, world)
     if form == "json":

@@ -48,7 +48,7 @@ def command(
     ringprof bench --strategies burst,zigzag,usp --seq 128k,256k -p usp.ulysses_degree=2
     ringprof bench --strategies zigzag,ulysses --seq 128k --documents lognormal:mean=8192,sigma=1.2,seed=7
     """
-    from ringprof.sweep import row_figures, run_sweep, sweep_requests
+    from ringprof.trials.sweep import row_figures, run_sweep, sweep_requests
 
     params = params_of(options["params"], "[NAME.]KEY=VALUE")
     packed = options.pop("documents")

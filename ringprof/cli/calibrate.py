@@ -30,11 +30,11 @@ from ringprof.prediction.calibration import (
     read_calibration,
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
+from ringprof.prediction.machine import with_rates
 from ringprof.prediction.query import find_run
-from ringprof.prediction.rates import with_rates
 from ringprof.prediction.text import calibration_text
-from ringprof.record.check.launch import load_function
-from ringprof.record.launcher import launcher_rank
+from ringprof.proof.launch import load_function
+from ringprof.ranks.launcher import launcher_rank
 from ringprof.report.text import clean, shell_words
 
 _OUTPUT = "machine.json"
@@ -133,7 +133,7 @@ def _measure(
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "ringprof", *sys.argv[1:]])
     from ringprof.prediction.measure import measure_machine, usable_kernels
     from ringprof.prediction.microbenchmark import Bench
-    from ringprof.record.process_group import world_group
+    from ringprof.ranks.process_group import world_group
 
     device = torch.device("cuda", 0)
     properties = torch.cuda.get_device_properties(device)

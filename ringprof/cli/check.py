@@ -15,11 +15,11 @@ from ringprof.cli.values import Tokens, refuse_missing_module
 from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
-from ringprof.record.check.launch import CheckJob
-from ringprof.record.check.model_result import ModelCheck, ModelRequest
-from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
-from ringprof.record.launch import current_launcher
-from ringprof.record.progress import SilentReporter
+from ringprof.proof.launch import CheckJob
+from ringprof.proof.model_result import ModelCheck, ModelRequest
+from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.ranks.launch import current_launcher
+from ringprof.ranks.progress import SilentReporter
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 
 _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)

@@ -13,9 +13,9 @@ from ringprof.cli.options import Command
 from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import OutputFile, formats, print_or_write, text_style, to_file, write_text
-from ringprof.comparison import compare
-from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
+from ringprof.results.comparison import compare
+from ringprof.results.options import LoadOptions
 
 _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 

@@ -17,15 +17,16 @@ from typing import BinaryIO, cast
 import click
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.api import Analysis, load_any
 from ringprof.cli.options import Command
 from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.write import OutputFile, written
 from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import UsageError
-from ringprof.options import LoadOptions
 from ringprof.report.perfetto import events_of, run_metadata
+from ringprof.results.analysis import Analysis
+from ringprof.results.load import load_any
+from ringprof.results.options import LoadOptions
 from ringprof.trace.inputs import EXPORT_SUFFIX
 
 VIEWER = "https://ui.perfetto.dev"

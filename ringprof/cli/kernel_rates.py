@@ -12,12 +12,12 @@ from ringprof.cli.progress import show_progress
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import text_style
 from ringprof.common.json_object import JsonObject, json_text
-from ringprof.record.request import DTYPES
+from ringprof.iteration.request import DTYPES
 from ringprof.report.tables import Column, Table
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 if TYPE_CHECKING:
-    from ringprof.record.kernel_rates import KernelRate
+    from ringprof.prediction.measured_rates import KernelRate
 
 
 def rate_options(*, hidden: bool = False, **attributes: Any) -> Decorator:
@@ -47,9 +47,9 @@ def rates_text(
     with show_progress("kernels") as notify:
         import torch
 
-        from ringprof.record.kernel_rates import kernel_rates
-        from ringprof.record.machine import device_name
-        from ringprof.record.resolve import resolve_device
+        from ringprof.iteration.resolve import resolve_device
+        from ringprof.prediction.measured_rates import kernel_rates
+        from ringprof.ranks.machine import device_name
 
         target = torch.device(resolve_device(device), *([0] if resolve_device(device) == "cuda" else []))
         seq = seq or (16384 if target.type == "cuda" else 512)

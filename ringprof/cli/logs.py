@@ -8,10 +8,6 @@ from typing import Any
 
 import click
 
-from ringprof.benchmark_logs.audit import SPREAD
-from ringprof.benchmark_logs.logs import BenchmarkLogs
-from ringprof.benchmark_logs.read import parse_log, read_log
-from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
 from ringprof.cli.options import Advanced, Command
 from ringprof.cli.progress import show_progress
 from ringprof.cli.values import Number
@@ -20,6 +16,10 @@ from ringprof.common.files import read_within
 from ringprof.common.json_object import json_text
 from ringprof.common.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.common.log_lines import TEXT_SHARE
+from ringprof.printed.benchmarks.audit import SPREAD
+from ringprof.printed.benchmarks.logs import BenchmarkLogs
+from ringprof.printed.benchmarks.read import parse_log, read_log
+from ringprof.printed.benchmarks.rows import BenchmarkLog, Flag, LogSettings
 
 _SETTINGS = ("batch", "heads", "head_dim", "world_size", "causal", "device")
 """Options for settings that a log does not state: fields of `LogSettings`."""

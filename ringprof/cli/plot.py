@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringprof.api import Analysis, load_any
 from ringprof.cli.options import Command, OneOf
 from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import OutputFile, written
-from ringprof.comparison import compare
 from ringprof.errors import UsageError
-from ringprof.options import LoadOptions
 from ringprof.report import plots
+from ringprof.results.analysis import Analysis
+from ringprof.results.comparison import compare
+from ringprof.results.load import load_any
+from ringprof.results.options import LoadOptions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

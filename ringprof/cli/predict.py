@@ -35,7 +35,7 @@ from ringprof.prediction.text import prediction_text, step_text
 from ringprof.prediction.whole_steps import predict_step, step_dict
 from ringprof.report.page.html import render as page
 from ringprof.report.text import shell_words
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 DOES_NOT_FIT = 1
 """Exit code of a prediction, or of advice, of which nothing fits into memory."""

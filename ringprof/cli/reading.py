@@ -12,7 +12,7 @@ import click
 from ringprof.cli.options import Advanced, all_of
 from ringprof.common.files import is_file
 from ringprof.errors import InputError
-from ringprof.options import LoadOptions
+from ringprof.results.options import LoadOptions
 
 NEWEST = "traces/run.json"
 """Path that is read if the command line has none."""

@@ -31,7 +31,7 @@ from ringprof.cli.values import (
 )
 from ringprof.common.json_object import Options
 from ringprof.errors import RecordError
-from ringprof.record import RecordRequest, record
+from ringprof.recording import RecordRequest, record
 from ringprof.report.text import duration, rate, shell_words
 from ringprof.run import Run
 from ringprof.trace.reduced import reduce_file

@@ -16,13 +16,13 @@ from ringprof.cli.write import say
 from ringprof.common.json_object import JsonObject, Options
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError
-from ringprof.record import RecordRequest
-from ringprof.record.check.result import BATCH, HEADS, KV_HEADS
-from ringprof.record.launcher import launcher_rank
-from ringprof.record.request import DTYPES
-from ringprof.run import LayerAround, Phase, Workload
+from ringprof.iteration.request import DTYPES
+from ringprof.proof.result import BATCH, HEADS, KV_HEADS
+from ringprof.ranks.launcher import launcher_rank
+from ringprof.recording import RecordRequest
 from ringprof.workload.documents import document_lengths
 from ringprof.workload.recurrences import OPERATORS
+from ringprof.workload.workload import LayerAround, Phase, Workload
 
 _REQUEST_OPTIONS = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that are fields of a request under the same name."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from ringprof.analysis.findings.metric import Measurement
-from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import gate, gated
 from ringprof.cli.options import Advanced, Command, OneOf, all_of
 from ringprof.cli.progress import show_progress
@@ -29,23 +28,25 @@ from ringprof.cli.write import (
     write_text,
     written,
 )
-from ringprof.comm_logs.detect import find_comm_logs
 from ringprof.common.files import is_file, read_within, within
 from ringprof.common.json_object import json_text
 from ringprof.common.scratch import abandon, scratch_folder
 from ringprof.errors import UsageError, nearest
-from ringprof.frames import FRAMES, as_csv, require_pyarrow, write_parquet
-from ringprof.options import LoadOptions
+from ringprof.printed.communication.detect import find_comm_logs
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
 from ringprof.report.text import shell_words
+from ringprof.results.analysis import Analysis
+from ringprof.results.frames import FRAMES, as_csv, require_pyarrow, write_parquet
+from ringprof.results.load import load_any, parse_any
+from ringprof.results.options import LoadOptions
 from ringprof.trace.columns import NOTES, Notice
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ringprof.comm_logs.comm_log_report import CommLogAnalysis
-    from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
+    from ringprof.printed.communication.comm_log_report import CommLogAnalysis
+    from ringprof.printed.tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
 
 _Loaded: TypeAlias = "Analysis | TableAnalysis | CommLogAnalysis"
 *_MOST, _LAST = (f"--{name}" for name, section in OPTIONAL.items() if section.columns)
@@ -132,7 +133,9 @@ def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]
             f"these are {len(paths)} runs: set them side by side with: ringprof compare {shell_words(paths)}"
         )
     if paths and (logs := find_comm_logs(paths)):
-        from ringprof.comm_logs.comm_log_report import analyse_comm_logs  # imported here, since few inputs are logs
+        from ringprof.printed.communication.comm_log_report import (
+            analyse_comm_logs,  # imported here, since few inputs are logs
+        )
 
         _refuse_for_comm_logs(reading, options)
         return analyse_comm_logs(paths, logs, reading.limits())

@@ -54,7 +54,7 @@ def _installation(spec: Spec) -> str:
 
 def _parameters(name: str) -> list[str]:
     """List the parameters of a strategy in lines, with type, default and help."""
-    from ringprof.record.resolve import load_any_strategy, strategy_errors
+    from ringprof.iteration.resolve import load_any_strategy, strategy_errors
     from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
     from ringprof.strategies.registry import parameters
 

@@ -45,8 +45,7 @@ def command(seq: int, kernel: str, strategies: tuple[str, ...], form: str, outpu
     \b
     ringprof tune --seq 128k --heads 32 --kv-heads 8
     """
-    from ringprof.prediction.tune import tune, tuning_dict
-    from ringprof.prediction.tuning_text import tuning_text
+    from ringprof.trials.tune import tune, tuning_dict, tuning_text
 
     machine = read_calibration(options["machine"]) if options["machine"] else None
     base = request_of(options, seq=seq, strategy="", backward=not options["forward_only"], kernel=kernel, output=output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,3 +24,16 @@ def json_text(value: object) -> str:
 def rows_json(schema: str, rows: object) -> str:
     """Format the rows of a listing as JSON, with the name of their schema (docs/file-formats.md)."""
     return json_text({"schema": schema, "rows": rows})
+
+
+_Value = TypeVar("_Value", bound=msgspec.Struct)
+
+
+def to_json(value: msgspec.Struct) -> bytes:
+    """Encode a struct as JSON, for `from_json`. msgspec's own encoder refuses file names that are not UTF-8."""
+    return json.dumps(msgspec.to_builtins(value)).encode()
+
+
+def from_json(data: bytes, kind: type[_Value]) -> _Value:
+    """Decode a struct of type ``kind`` that `to_json` has encoded."""
+    return msgspec.convert(json.loads(data), kind)

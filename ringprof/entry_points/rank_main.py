@@ -12,14 +12,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ringprof.record.check.launch import CheckTask
-from ringprof.record.launcher import launcher_rank
-from ringprof.record.local_launcher import log_path, progress_log_path
-from ringprof.record.progress import ProgressLog
-from ringprof.record.recording import RankRecording
-from ringprof.record.request import RankTask, from_json
-from ringprof.record.shutdown.rank_errors import RankOutcome, failed_outcome, stopped_outcome
-from ringprof.record.shutdown.watchdog import PARENT_GONE, Watchdog
+from ringprof.common.json_object import from_json
+from ringprof.proof.launch import CheckTask
+from ringprof.ranks.launcher import launcher_rank
+from ringprof.ranks.local_launcher import log_path, progress_log_path
+from ringprof.ranks.progress import ProgressLog
+from ringprof.ranks.rank_errors import RankOutcome, failed_outcome, stopped_outcome
+from ringprof.ranks.watchdog import PARENT_GONE, Watchdog
+from ringprof.recording.recording import RankRecording
+from ringprof.recording.task import RankTask
 from ringprof.trace.reduced import reduce_file
 
 _TASKS: dict[str, type[RankTask | CheckTask]] = {task.job: task for task in (RankTask, CheckTask)}

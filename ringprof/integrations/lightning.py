@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringprof.integrations.batches import compare_batch
 from ringprof.strategies.base import Strategy
-from ringprof.training import monitor, prove
+from ringprof.training.api import monitor, prove
 
 
 def _lightning() -> Any:

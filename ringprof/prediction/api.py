@@ -13,7 +13,6 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import UsageError
-from ringprof.frames import PREDICTION_COLUMNS
 from ringprof.prediction import prediction_page, recommendation_text
 from ringprof.prediction.advise import Advice, advice_dict
 from ringprof.prediction.advise import advise as _advise
@@ -27,7 +26,9 @@ from ringprof.prediction.text import part_labels, prediction_text
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
 from ringprof.report.text import TextStyle
-from ringprof.run import Run, Workload
+from ringprof.results.frames import PREDICTION_COLUMNS
+from ringprof.run import Run
+from ringprof.workload.workload import Workload
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,7 +80,7 @@ def balance(workload: Workload, world: int = 8) -> pd.DataFrame:
 
     One row per strategy with its parameters; the columns are ``frame.attrs["columns"]``. Raises `UsageError`.
     """
-    from ringprof.record.balance import balances  # imports torch
+    from ringprof.prediction.balance import balances  # imports torch
 
     refuse_below_one({"world": world})
     return _frame("balance", [vars(row) for row in balances(_converted(workload, Workload), world)])

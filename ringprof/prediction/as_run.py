@@ -19,10 +19,10 @@ from ringprof._version import __version__
 from ringprof.analysis.transfers.hops import EMULATED
 from ringprof.common.files import write_atomically
 from ringprof.common.json_object import JsonObject
+from ringprof.dryrun.schedule import CommStart, CommWait, ComputeOp, MemoryOp, Op, Program, StreamWait
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.predict import PredictionResult, kernel_figures
 from ringprof.prediction.simulator import RINGS, Timeline
-from ringprof.record.dryrun.schedule import CommStart, CommWait, ComputeOp, MemoryOp, Op, Program, StreamWait
 from ringprof.run import Environment, Predicted, Profiled, RankTrace, Run, StrategyUsed, Timings, Topology, write_run
 
 MARK = "(predicted)"

@@ -20,7 +20,7 @@ from ringprof.common.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError, nearest
 from ringprof.kernel_rates import KernelRate
 from ringprof.prediction.model_layers import PHASES, ModelFigures
-from ringprof.run import Size
+from ringprof.workload.workload import Size
 
 _SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
@@ -63,7 +63,7 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     causal: bool
     pairs: Size | None = None
     """Query-key pairs that the mask keeps; None for a causal or a full mask (see
-    `ringprof.record.dryrun.schedule.AttentionOp.pairs`)."""
+    `ringprof.dryrun.schedule.AttentionOp.pairs`)."""
     sequences: Size = 1
     ns: Positive
     spread: Share = 0.01
@@ -126,7 +126,7 @@ class RecurrencePoint(msgspec.Struct, frozen=True, array_like=True):
 class RecurrenceCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Measured times of one part of a recurrence's kernel by tokens, on a device that does nothing else.
 
-    The shape is that of `ringprof.record.dryrun.schedule.RecurrenceOp`, with one batch entry.
+    The shape is that of `ringprof.dryrun.schedule.RecurrenceOp`, with one batch entry.
     """
 
     kernel: str

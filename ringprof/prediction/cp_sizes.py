@@ -20,7 +20,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import MAX_EXTRAPOLATED_SHARE, predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 Documents = tuple[int, ...]
 TimeOf = Callable[[Documents, int], float]

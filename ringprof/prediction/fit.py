@@ -15,14 +15,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ringprof.api import Analysis, load
+from ringprof.dryrun.schedule import AttentionOp, MemoryOp, Schedule
 from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Link, Value
 from ringprof.prediction.machine import cache_bytes, reads_cache
 from ringprof.prediction.network import Links
 from ringprof.prediction.observed_schedule import ObservedRank, observe
 from ringprof.prediction.query import busy_s, cluster_of, uses_legacy_schedule
-from ringprof.record.dryrun.schedule import AttentionOp, MemoryOp, Schedule
+from ringprof.results.analysis import Analysis
+from ringprof.results.load import load
 from ringprof.run import Run
 from ringprof.strategies.catalog import PEERS
 

@@ -17,9 +17,9 @@ from statistics import NormalDist, fmean, pstdev
 import msgspec
 import numpy as np
 
+from ringprof.dryrun.schedule import CommStart, ComputeOp, MemoryOp, Op, Program, RecurrenceOp
 from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value
 from ringprof.prediction.recurrence_curves import RECURRENCE_PASS_US, recurrence_curves_of
-from ringprof.record.dryrun.schedule import CommStart, ComputeOp, MemoryOp, Op, Program, RecurrenceOp
 
 _START_KINDS = {"send_recv": "post_us", "chain": "post_us", "copy": "copy_us"}
 _KERNEL_KINDS = ("forward_us", "backward_us")

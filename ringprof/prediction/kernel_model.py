@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import ThreadpoolController
 
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import KernelSample
-from ringprof.record.dryrun.schedule import AttentionOp
 
 Floats = npt.NDArray[np.float64]
 

@@ -8,14 +8,19 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
 
+import msgspec
+
+from ringprof.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Program
+from ringprof.kernel_rates import KernelRate
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Value
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import Curve, Estimate, OutsideCalibration
 from ringprof.prediction.network import Links
 from ringprof.prediction.recurrence_curves import RecurrenceCurves
 from ringprof.prediction.simulator import BlockTime
-from ringprof.record.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Program
 
 GATHER_RATE, SCATTER_RATE, FILL_RATE = 0.86, 0.35, 0.75
 """Rates of torch's ``gather`` and ``scatter_`` of whole rows and of ``zeros``, relative to a copy's.
@@ -223,3 +228,44 @@ class CalibratedMachine:
     def host_ns_per_op(self, program: Program) -> list[float]:
         factor = self._draw.host * (self._host_factors[program.rank] if self._draw.seed else 1.0)
         return [ns * factor for ns in host_ns(self._calibration, self._curves.kernel, program)]
+
+
+# --- kernel rates of a calibration, by its curves: what `ringprof.kernel_rates` reads ---
+
+_TOKENS = tuple(2**octave for octave in range(10, 19))
+_GROUPS = (1, 4, 8)
+_HEADS = 32
+_PHASES: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+
+
+def with_rates(calibration: Calibration) -> Calibration:
+    """Return the calibration with the rates of its kernels at square blocks of 1024 to 262,144 tokens.
+
+    Lengths and numbers of heads per kv head that no sample of the kernel is near to are left out.
+    """
+    rates = []
+    for kernel in calibration.kernels:
+        curves = Curves(calibration, kernel.name)
+        plain = [sample for sample in kernel.samples if sample.pairs is None]
+        for head_dim in sorted({sample.head_dim for sample in plain}):
+            lengths = [min(sample.q, sample.kv) for sample in plain if sample.head_dim == head_dim]
+            groups = {sample.heads / sample.kv_heads for sample in plain if sample.head_dim == head_dim}
+            near_groups = [group for group in _GROUPS if any(group / 2 <= known <= 2 * group for known in groups)]
+            for phase, group, causal, tokens in product(_PHASES, near_groups, (True, False), _TOKENS):
+                if not min(lengths) <= tokens <= 2 * max(lengths):
+                    continue
+                block = AttentionOp(
+                    label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=_HEADS, kv_heads=_HEADS // group,
+                    head_dim=head_dim, causal=causal,
+                )  # fmt: skip
+                try:
+                    estimate = curves.estimate(block)
+                except OutsideCalibration:
+                    continue
+                rates.append(
+                    KernelRate(
+                        kernel=kernel.name, phase=phase, head_dim=head_dim, group=group, causal=causal, tokens=tokens,
+                        tflops=round(block.flops() / estimate.ns / 1e3, 1), spread=round(estimate.spread, 4),
+                    )
+                )  # fmt: skip
+    return msgspec.structs.replace(calibration, kernel_rates=rates)

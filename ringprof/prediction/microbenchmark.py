@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ringprof.record.dryrun.schedule import AttentionOp
-from ringprof.record.process_group import gather_bytes
+from ringprof.dryrun.schedule import AttentionOp
+from ringprof.ranks.process_group import gather_bytes
 
 _SAMPLE_NS, _CALL_LIMITS = 40e6, (2, 24)
 """Minimum time measured per shape, and the minimum and maximum number of calls."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.run import Size
+from ringprof.workload.workload import Size
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ringprof.common.validation import refuse_below_one, whole
+from ringprof.dryrun.schedule import CommStart
 from ringprof.prediction.calibration import Calibration, Link, Nccl
 from ringprof.prediction.simulator import Transfer
-from ringprof.record.dryrun.schedule import CommStart
 
 MESSAGE_BYTES_PER_CHANNEL = 16 << 20
 NIC_GB_S_PER_CHANNEL = 14

@@ -16,9 +16,9 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.transfers.hops import Split
+from ringprof.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Program, Schedule
 from ringprof.errors import InputError
 from ringprof.prediction.simulator import RINGS
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, MemoryOp, Program, Schedule
 
 _BLOCK = re.compile(r"ringprof::(?:fwd|bwd)/step=[0-9]+/block")
 _SEND = re.compile(r"ringprof::send/.+")

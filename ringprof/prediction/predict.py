@@ -14,6 +14,18 @@ from typing import NamedTuple
 import msgspec
 
 from ringprof.common.json_object import JsonObject
+from ringprof.dryrun.schedule import (
+    AttentionOp,
+    CommStart,
+    CommWait,
+    ComputeOp,
+    MemoryOp,
+    Op,
+    Program,
+    RecurrenceOp,
+    Schedule,
+    StreamWait,
+)
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Origin, RecurrenceCurve, Value
 from ringprof.prediction.host_model import host_ns, times_us
@@ -29,22 +41,10 @@ from ringprof.prediction.machine import (
     estimate,
 )
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
-from ringprof.prediction.peers import stand_in
 from ringprof.prediction.query import Query
 from ringprof.prediction.recurrence_curves import recurrence_curves_of
 from ringprof.prediction.simulator import Timeline, simulate
-from ringprof.record.dryrun.schedule import (
-    AttentionOp,
-    CommStart,
-    CommWait,
-    ComputeOp,
-    MemoryOp,
-    Op,
-    Program,
-    RecurrenceOp,
-    Schedule,
-    StreamWait,
-)
+from ringprof.prediction.stand_ins import stand_in
 from ringprof.report.text import binary_size
 
 _SCHEMA = "ringprof.prediction/1"

@@ -10,9 +10,10 @@ from typing import Any
 from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.network import Cluster
-from ringprof.run import Run, Workload, read_run
+from ringprof.run import Run, read_run
 from ringprof.strategies.catalog import PEERS
 from ringprof.trace.inputs import detect
+from ringprof.workload.workload import Workload
 
 
 def find_run(path: str | os.PathLike[str]) -> Run:
@@ -80,7 +81,7 @@ class Query:
     busy_s: float | None = None
     """Seconds for which the devices have computed when the time is taken; None means a long time, as in training."""
     stands_for: str | None = None
-    """Name of another project's strategy that this query stands for (`ringprof.prediction.peers`)."""
+    """Name of another project's strategy that this query stands for (`ringprof.prediction.stand_ins`)."""
 
     @classmethod
     def of_run(cls, run: Run) -> Query:

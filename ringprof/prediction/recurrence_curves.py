@@ -12,10 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from ringprof.dryrun.schedule import RecurrenceOp
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import Calibration, KernelFigures, RecurrenceCurve, RecurrencePoint, Value
 from ringprof.prediction.kernel_model import Estimate, OutsideCalibration
-from ringprof.record.dryrun.schedule import RecurrenceOp
 
 _MAX_OCTAVES = 2.0
 """Largest distance of tokens or heads from the samples, in powers of two."""

@@ -10,16 +10,15 @@ import msgspec
 from torch import Tensor
 
 from ringprof.common.json_object import JsonObject, Params
+from ringprof.dryrun.dispatch import Recorder
+from ringprof.dryrun.fakes import DryRunNetwork, dry_run_communicator
+from ringprof.dryrun.recurrences import dry_run_recurrence
+from ringprof.dryrun.run import dry_run_rank, refuse_on_failure
+from ringprof.dryrun.schedule import CommStart, Program, Schedule
 from ringprof.errors import UnsupportedWorkloadError, UsageError, nearest
+from ringprof.iteration.resolve import layout_options, load_strategy, strategy_errors, typed_params, why_unsupported
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.record.dryrun.dispatch import Recorder
-from ringprof.record.dryrun.fakes import DryRunNetwork, dry_run_communicator
-from ringprof.record.dryrun.recurrences import dry_run_recurrence
-from ringprof.record.dryrun.run import dry_run_rank, refuse_on_failure
-from ringprof.record.dryrun.schedule import CommStart, Program, Schedule
-from ringprof.record.resolve import layout_options, load_strategy, strategy_errors, typed_params, why_unsupported
-from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.algorithms.ring import Ring
 from ringprof.strategies.annotate import ring_step
@@ -28,8 +27,10 @@ from ringprof.strategies.kernels.kernel import Gradients
 from ringprof.strategies.kernels.merge import Sum
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import ALL
-from ringprof.strategies.recurrent.state_strategies import STRATEGIES, RecurrentStrategy
+from ringprof.strategies.recurrent.registry import STRATEGIES
+from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 from ringprof.strategies.transport.gradient_ring import LocalGrads, add_and_cast_all, forward_grads
+from ringprof.workload.workload import MOST_RANKS, Workload
 
 MOST_PACKED = 64
 """Largest number of ranks for packed documents. Fewer ranks cannot stand for more, because their documents differ."""

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ringprof.benchmark_logs.rows import Flag, JudgedRow, flag
 from ringprof.common.files import read_whole
 from ringprof.common.json_object import Params, json_text
 from ringprof.common.validation import whole
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.errors import InputError, RingprofError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.kernel_model import OutsideCalibration
@@ -33,12 +33,12 @@ from ringprof.prediction.machine import Curves, curves_of
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import ScheduleOf, predict
 from ringprof.prediction.query import Query
-from ringprof.record.dryrun.schedule import AttentionOp
+from ringprof.printed.benchmarks.rows import Flag, JudgedRow, flag
 from ringprof.report.text import TextStyle, clean
-from ringprof.run import Workload
 from ringprof.scale.workers import Notify, ignore_progress
 from ringprof.strategies.catalog import SPECS
 from ringprof.workload.devices import device_named, peak_of
+from ringprof.workload.workload import Workload
 
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000

@@ -19,9 +19,10 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import find_run
 from ringprof.prediction.score import read_row, read_rows
 from ringprof.report.text import TextStyle, clean, duration
-from ringprof.run import Run, Workload
+from ringprof.run import Run
 from ringprof.strategies.catalog import canonical_name
 from ringprof.workload.devices import device_named
+from ringprof.workload.workload import Workload
 
 _SCHEMA = "ringprof.settlement/1"
 _TUNING = "ringprof.tuning/1"

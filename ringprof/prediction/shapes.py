@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ringprof.record.dryrun.schedule import AttentionOp
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
 from ringprof.workload.mask import NO_LIMIT

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 from ringprof.common.formatting import percent
+from ringprof.dryrun.schedule import CommStart, CommWait
 from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs, warnings_of
 from ringprof.prediction.whole_steps import StepPrediction
-from ringprof.record.dryrun.schedule import CommStart, CommWait
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate
-from ringprof.run import Workload
 from ringprof.strategies.catalog import PEERS
 from ringprof.workload.devices import peak_of
+from ringprof.workload.workload import Workload
 
 PART_LABELS = {
     "kernel": "attention", "memory": "merges, copies", "same_host": "wire in node", "other_host": "wire between",

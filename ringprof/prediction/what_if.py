@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ringprof.common.json_object import JsonObject
+from ringprof.dryrun.schedule import AttentionOp, CommStart, ComputeOp, MemoryOp, Program
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.fit import Observed, contended_ns
@@ -26,7 +27,6 @@ from ringprof.prediction.observed_schedule import memory_op_bytes
 from ringprof.prediction.predict import time_breakdown
 from ringprof.prediction.query import uses_legacy_schedule
 from ringprof.prediction.simulator import BlockTime, Transfer, simulate
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, ComputeOp, MemoryOp, Program
 
 _SCHEMA = "ringprof.what-if/1"
 _LINKS = ("same_host", "other_host")

@@ -18,6 +18,7 @@ from statistics import NormalDist
 import msgspec
 
 from ringprof.common.json_object import JsonObject
+from ringprof.dryrun.schedule import CommStart
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.lognormal import Lognormal
@@ -25,7 +26,6 @@ from ringprof.prediction.model_layers import ModelFigures
 from ringprof.prediction.network import Links
 from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict
 from ringprof.prediction.query import Query
-from ringprof.record.dryrun.schedule import CommStart
 
 LAYER_SPREAD, TRAFFIC_SPREAD = 0.03, 0.3
 """Assumed relative standard deviations of a layer's time on another device and in a deeper model, and of exposed

@@ -7,9 +7,10 @@ its wire time. An arrow goes from where the sender starts a message to where the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from ringprof.common.json_object import JsonObject
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
 from ringprof.report.timeline import Activity, activities_of, idle_groups, origins_of, peers_of, step_name
-from ringprof.report.trace_event import Lanes, TraceEvent, arrow_event, counter_event, metadata_event, slice_event
 from ringprof.run import Run
 from ringprof.trace.columns import NONE, Ranges, Trace
 
@@ -383,3 +383,66 @@ def _call_events(rank: int, calls: Iterable[_Call], origin: int) -> Iterator[Tra
 def _arrow_number(rank: int, activity: int) -> int:
     """Return the number of the arrow from an activity's launch, unique per rank and activity."""
     return (rank << 32) + activity
+
+
+# --- events of the trace-event format (Google, 2016), written so that Perfetto reads every one of them ---
+
+TraceEvent = JsonObject
+
+
+def microseconds(time_ns: int) -> float:
+    """Convert a time to the format's unit.
+
+    A reader that multiplies by 1000 and truncates gets ``time_ns`` again.
+    """
+    time = time_ns / 1e3
+    return time if int(time * 1e3) >= time_ns else math.nextafter(time, math.inf)
+
+
+def slice_event(process: int, track: int, name: str, start_ns: int, end_ns: int, **args: Any) -> TraceEvent:
+    """Create a slice from a start time to an end time; ``args`` that are None are left out."""
+    known = {key: value for key, value in args.items() if value is not None}
+    ts, dur = microseconds(start_ns), microseconds(max(0, end_ns - start_ns))
+    return {"ph": "X", "pid": process, "tid": track, "name": name, "ts": ts, "dur": dur, "args": known}
+
+
+def metadata_event(event_name: str, process: int, track: int, **args: Any) -> TraceEvent:
+    """Create the event that sets the name or the position of a process or track."""
+    return {"ph": "M", "pid": process, "tid": track, "name": event_name, "args": args}
+
+
+def counter_event(process: int, name: str, time_ns: int, unit: str, value: float) -> TraceEvent:
+    """Create the event that sets a counter's value from a time on."""
+    return {"ph": "C", "pid": process, "tid": 0, "name": name, "ts": microseconds(time_ns), "args": {unit: value}}
+
+
+def arrow_event(phase: str, category: str, number: int, process: int, track: int, time_ns: int) -> TraceEvent:
+    """Create the start (``s``) or the end (``f``) of an arrow.
+
+    The arrow attaches to the last slice written on this track, which must be running at that time.
+    """
+    event = {
+        "ph": phase, "id": number, "cat": category, "name": category, "pid": process, "tid": track,
+        "ts": microseconds(time_ns),
+    }  # fmt: skip
+    return event | ({"bp": "e"} if phase == "f" else {})
+
+
+class Lanes:
+    """Assignment of slices, passed in order of their start, to as few lanes as hold them without overlap."""
+
+    def __init__(self, *, nested: bool = False) -> None:
+        """Start without lanes; with ``nested``, a slice inside another may share its lane, as nested calls do."""
+        self._nested = nested
+        self._ends: list[list[int]] = []
+
+    def place(self, start_ns: int, end_ns: int) -> int:
+        """Assign a slice to a lane; return the lane's number, from 0."""
+        for lane, ends in enumerate(self._ends):
+            while ends and ends[-1] <= start_ns:
+                ends.pop()
+            if not ends or (self._nested and end_ns <= ends[-1]):
+                ends.append(end_ns)
+                return lane
+        self._ends.append([end_ns])
+        return len(self._ends) - 1

@@ -13,9 +13,9 @@ from sample import Mutant
 
 LEFT_OUT = ("tests/page/", "tests/fuzz/", "tests/test_notebooks.py", "tests/test_mutants.py", "tests/test_sweep.py")
 """Slow tests of figures that other tests check, too: browsers, fuzzing and notebooks."""
-RECORDINGS = "tests/record/"
+RECORDINGS = "tests/recording/"
 """Folder from which only tests without processes run; the others make whole recordings."""
-ALSO = ("tests/record/test_baselines.py", "tests/record/test_estimate.py", "tests/record/test_verify.py")
+ALSO = ("tests/recording/test_baselines.py", "tests/recording/test_estimate.py", "tests/recording/test_verify.py")
 """Files of `RECORDINGS` whose tests all run: they run the code of strategies in this process and its forks."""
 LIMIT_S = 20.0
 """CPU time that the tests of one mutant may take together."""

@@ -122,7 +122,7 @@ RULES = [
     # --- record -----------------------------------------------------------------------------------------
     Rule(f"{RECORD}/balance.py", "balance.steps or balance.busiest or 0.0", "balance.busiest or 0.0",
          "layouts are ordered without the waiting in every ring step",
-         test="tests/record/test_masks.py"),
+         test="tests/recording/test_masks.py"),
     Rule(f"{RECORD}/estimate.py", "workload.cache_bytes() / world / gbps", "workload.cache_bytes() / gbps",
          "the plan of decode reads the keys of all ranks on each"),
     Rule(f"{RECORD}/estimate.py", "TIME_LIMIT_FACTOR * self.total_seconds / self.available_share",

@@ -18,7 +18,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +29,7 @@ from ringprof.workload.recurrences import RECURRENCES, recurrence_flops
 
 from ..algorithms.ulysses import HeadExchange
 from ..annotate import ring_step
-from ..errors import UnknownName, Unsupported, nearest_name
+from ..errors import Unsupported
 from ..first_order import first_order
 from ..kernels.merge import wide_type
 from ..kernels.uncompiled import uncompiled
@@ -38,7 +37,6 @@ from ..masks.layouts import LAYOUTS, Layout
 from ..transport.chain import Chain
 from ..transport.communicator import Communicator
 from ..transport.ring_channel import Hop, HopRing
-from .convolution import convolve
 from .kernel import (
     Carry,
     Inputs,
@@ -48,7 +46,8 @@ from .kernel import (
     shard_of,
     transposed,
 )
-from .kernels import NAMES, choose_kernel, convolves_by_fla
+from .kernels import choose_kernel, convolves_by_fla
+from .pieces import convolve
 
 Documents = Sequence[int] | Tensor | None
 Result = Tensor | tuple[Tensor, Tensor]
@@ -457,37 +456,6 @@ class StateA2A(RecurrentStrategy):
         self, carry: Carry, takes: bool, gives: bool, known: Tensor | None, x: Inputs, reach: int, *, reverse: bool
     ) -> tuple[Tensor | None, list[Hop]]:
         return known, []
-
-
-STRATEGIES: dict[str, type[RecurrentStrategy]] = {
-    "state-ring": StateRing, "state-scan": StateScan, "state-a2a": StateA2A,
-}  # fmt: skip
-PEERS = ("fla/cp",)
-"""Strategies of other packages: `peers.FlaContextParallel`."""
-
-
-def create_recurrent(name: str, group: Any = None, kernel: str = "auto") -> RecurrentStrategy:
-    """Create a strategy for recurrences over the ranks of ``group``: a process group or a DeviceMesh (None: the world).
-
-    ``name`` is ``state-ring``, ``state-scan`` or ``state-a2a``, or ``fla/cp``, flash-linear-attention's context
-    parallelism of the gated delta rule. ``kernel`` is ``reference``, ``fla`` or ``auto``.
-    Collective: all ranks call it with the same arguments. Without torch.distributed, this process is the only rank.
-    Raises `UnknownName` for other names, and `Unsupported` for a mesh of several dimensions, on a rank outside the
-    group, where the arguments differ between ranks, and for a peer whose package is not installed.
-    """
-    problem: Exception | None = None
-    for kind, value, known in (("strategy", name, (*STRATEGIES, *PEERS)), ("kernel", kernel, NAMES)):
-        if value not in known:
-            listed = f"{nearest_name(value, known)}; there are: {', '.join(known)}"
-            problem = UnknownName(f"no {kind} {value!r} for recurrences{listed}")
-    if name in PEERS and find_spec("fla") is None:
-        problem = Unsupported(f"{name} needs flash-linear-attention: pip install '.[fla]' in a clone of ringprof")
-    comm = Communicator(group, hops="nccl", request=f"{name} with kernel {kernel}", problem=problem)
-    if name in PEERS:
-        from .peers import FlaContextParallel  # imports Triton
-
-        return FlaContextParallel(comm, kernel)
-    return STRATEGIES[name](comm, kernel)
 
 
 class _Recurrence(torch.autograd.Function):

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringprof.api import Analysis
+from ringprof.results.analysis import Analysis
 from tests.analysis.raw_trace import Activity, Event, RankTrace, read_trace, window_activities
 
 GAP_NS = 5_000

@@ -15,8 +15,8 @@ from ringprof.run import (
     Topology,
     Verification,
     Work,
-    Workload,
 )
+from ringprof.workload.workload import Workload
 
 MS = 1_000_000
 

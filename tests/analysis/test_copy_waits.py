@@ -13,7 +13,7 @@ from ringprof.run import write_run
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_trace
-from ringprof.training import sample_figures
+from ringprof.training.api import sample_figures
 from tests.analysis.idle_oracle import assert_same_idle, run_traces_of
 from tests.analysis.random_copy_runs import run_with_hops, write_random_run
 from tests.analysis.sweep import sweep

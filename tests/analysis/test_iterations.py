@@ -16,8 +16,9 @@ from ringprof.report import as_json
 from ringprof.report.comparison import render
 from ringprof.report.terminal import render as report
 from ringprof.report.text import TextStyle
-from ringprof.run import Run, Work, Workload
+from ringprof.run import Run, Work
 from ringprof.scale.pipeline import attribute
+from ringprof.workload.workload import Workload
 from tests.analysis.build import FLASH, MAIN, Builder
 from tests.analysis.recorded import recorded_run
 

@@ -12,10 +12,10 @@ pytest.importorskip("torch", reason="strategies and kernels need it")
 
 from ringprof import cli
 from ringprof.common.json_object import json_text
-from ringprof.record.check.result import TensorCheck
+from ringprof.proof.result import TensorCheck
 from tests.cli.test_width import CHECK
 from tests.paths import ROOT, TRACES
-from tests.record.fake_launcher import FakeLauncher
+from tests.recording.fake_launcher import FakeLauncher
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_json_has_the_fields_of_its_schema(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(CHECK))
-    monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
-    monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 1)
+    monkeypatch.setattr("ringprof.prediction.measured_rates.WARM_UP", 0)
+    monkeypatch.setattr("ringprof.prediction.measured_rates.CALLS", 1)
     cli.run([*(str(TRACES) if word == "TRACES" else word for word in command.split()), "--format", "json"])
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == f"ringprof.{schema}/1"

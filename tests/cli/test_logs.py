@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.benchmark_logs.logs import LOG_COLUMNS
 from ringprof.cli import run
+from ringprof.printed.benchmarks.logs import LOG_COLUMNS
 from tests.paths import LOGS
 
 FILES = sorted(LOGS.glob("*.txt"))

@@ -121,8 +121,8 @@ def test_kernels_are_listed_installed_or_not(capsys: pytest.CaptureFixture[str])
 
 
 def test_kernels_measure_names_the_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringprof.record.kernel_rates.WARM_UP", 0)
-    monkeypatch.setattr("ringprof.record.kernel_rates.CALLS", 2)
+    monkeypatch.setattr("ringprof.prediction.measured_rates.WARM_UP", 0)
+    monkeypatch.setattr("ringprof.prediction.measured_rates.CALLS", 2)
     command = ["calibrate", "--rates", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "8"]
     assert cli.run([*command, "--dtype", "fp32", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -14,7 +14,7 @@ import pytest
 
 from ringprof.cli.progress import LineProgress, show_progress
 from tests.paths import ROOT
-from tests.record.command import HANGS_S
+from tests.recording.command import HANGS_S
 
 
 class Log(io.StringIO):

@@ -34,7 +34,7 @@ from tests.cli.test_signals import (
 )
 from tests.cli.test_signals import start as start_program
 from tests.paths import ROOT
-from tests.record.command import HANGS_S, TORCHRUN
+from tests.recording.command import HANGS_S, TORCHRUN
 from tests.scale.runs import write_ring
 from tests.scale.test_command import running
 

@@ -23,7 +23,7 @@ import ringprof
 from ringprof import cli
 from ringprof.cli import export
 from tests.paths import ROOT
-from tests.record.command import HANGS_S
+from tests.recording.command import HANGS_S
 
 RUN = str(ROOT / "traces" / "h200x4-zigzag-65536")
 

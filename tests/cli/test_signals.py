@@ -21,7 +21,7 @@ import pytest
 
 from ringprof import cli
 from tests.paths import ROOT, TRACES
-from tests.record.command import RINGPROF, SMALL
+from tests.recording.command import RINGPROF, SMALL
 from tests.scale.runs import write_ring
 from tests.scale.test_command import obey_signals, running
 

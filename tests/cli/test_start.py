@@ -14,9 +14,9 @@ from tests.paths import DATA, ROOT, TRACES
 HEAVY = {
     "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "dask", "fsspec", "sqlite3",
     "multiprocessing", "concurrent.futures", "asyncio", "subprocess", "importlib.metadata", "numpy.ma",
-    "numpy.testing", "numpy.random", "ringprof.record", "ringprof.prediction", "ringprof.kernel_tables",
-    "ringprof.benchmark_logs", "ringprof.common.process_pool", "ringprof.trace.nsys", "ringprof.report.page.figures",
-    "ringprof.report.perfetto",
+    "numpy.testing", "numpy.random", "ringprof.recording", "ringprof.prediction", "ringprof.printed.tables",
+    "ringprof.printed.benchmarks", "ringprof.common.process_pool", "ringprof.trace.nsys",
+    "ringprof.report.page.figures", "ringprof.report.perfetto",
 }  # fmt: skip
 PROGRAM = """
 import json, os, sys

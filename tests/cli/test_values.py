@@ -14,7 +14,7 @@ import pytest
 from ringprof import cli
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, ListOf, Tokens
 from tests.paths import ROOT
-from tests.record.command import HANGS_S
+from tests.recording.command import HANGS_S
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("torch", reason="strategies need it")
 
 from ringprof import cli
-from ringprof.record.check.result import Check, QueryAndKey, Seen, SentInCall, TensorCheck
-from ringprof.run import Workload
+from ringprof.proof.result import Check, QueryAndKey, Seen, SentInCall, TensorCheck
+from ringprof.workload.workload import Workload
 from tests.paths import DATA
-from tests.record.fake_launcher import FakeLauncher
+from tests.recording.fake_launcher import FakeLauncher
 
 PREDICT = ("predict", "--strategy", "burst", "--seq", "1m", "--heads", "64", "--kv-heads", "8", "--nodes", "2",
            "--machine", "h100", "--nic", "400")  # fmt: skip

@@ -20,6 +20,7 @@ from ringprof import cli
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.kinds.rules import rule_for
 from ringprof.analysis.kinds.user_rules import parse_rules
+from ringprof.dryrun.schedule import Schedule
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import parse_calibration
 from ringprof.prediction.network import Cluster
@@ -27,10 +28,9 @@ from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.query import Query
 from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
 from ringprof.prediction.text import prediction_text
-from ringprof.record.dryrun.schedule import Schedule
 from ringprof.report.text import TextStyle
-from ringprof.run import Workload
 from ringprof.workload.documents import document_lengths
+from ringprof.workload.workload import Workload
 
 QUERY = Query("ring", Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), Cluster(gpus_per_host=4))
 MEASURED = """id,strategy,seq_global,heads,kv_heads,head_dim,n_gpus,hosts,causal,pass,kernel,degrees,time_ms,tflops

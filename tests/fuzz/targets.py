@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.benchmark_logs.audit import audit
-from ringprof.benchmark_logs.read import parse_log
-from ringprof.comm_logs.analyse import analyse
-from ringprof.comm_logs.comm_log_report import CommLogAnalysis
-from ringprof.comm_logs.detect import is_inspector
-from ringprof.comm_logs.flight_recorder import parse_dump
-from ringprof.comm_logs.nccl_inspector import parse_inspector
 from ringprof.common.json_object import json_text
 from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import RingprofError
-from ringprof.kernel_tables.analyse import analyse_table
-from ringprof.kernel_tables.read import read_tables
+from ringprof.printed.benchmarks.audit import audit
+from ringprof.printed.benchmarks.read import parse_log
+from ringprof.printed.communication.analyse import analyse
+from ringprof.printed.communication.comm_log_report import CommLogAnalysis
+from ringprof.printed.communication.detect import is_inspector
+from ringprof.printed.communication.flight_recorder import parse_dump
+from ringprof.printed.communication.nccl_inspector import parse_inspector
+from ringprof.printed.tables.analyse import analyse_table
+from ringprof.printed.tables.read import read_tables
 from ringprof.report import as_json
 from ringprof.run import Run, parse_run
 from ringprof.scale.pipeline import attribute

@@ -14,8 +14,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ringprof.integrations.lightning import MonitorCallback, ProveCallback, _lightning
-from ringprof.record.monitor import Monitor
 from ringprof.strategies import Unsupported, create
+from ringprof.training.monitor import Monitor
 from tests.strategies.ranks import run_ranks
 
 # Lightning itself uses what torch and Python call deprecated.
@@ -114,7 +114,7 @@ def _proved(rank: int, log: Path) -> None:
 @pytest.mark.processes
 def test_proofs_of_the_module_s_strategy_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Steps of a millisecond would wait for thousands of others before their first proof.
-    monkeypatch.setattr("ringprof.record.prover.interval_for", lambda cost, step, every: every)
+    monkeypatch.setattr("ringprof.training.prover.interval_for", lambda cost, step, every: every)
     run_ranks(2, _proved, tmp_path / "log")
     proofs = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert proofs and all(proof["equal"] for proof in proofs)

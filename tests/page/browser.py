@@ -15,7 +15,7 @@ from typing import Any
 
 import websocket
 
-from tests.record.command import HANGS_S
+from tests.recording.command import HANGS_S
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ringprof.prediction import host_timing, measure, microbenchmark
+from ringprof.prediction import measure, microbenchmark
 from ringprof.prediction.calibration import Calibration, assumed_calibration
 from ringprof.prediction.microbenchmark import Bench
 
@@ -325,7 +325,7 @@ def _passes(ranks: int, kernels: tuple[str, ...]) -> list[tuple[Any, Any]]:
     return list(_PASSES_TO_MEASURE(Bench(CUDA, 0, ranks), kernels))
 
 
-_PASSES_TO_MEASURE = host_timing._passes_to_measure
+_PASSES_TO_MEASURE = measure._passes_to_measure
 
 
 # --- a calibration ------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def simulate_torch(patch: pytest.MonkeyPatch) -> None:
         monotonic=lambda: gpu().host_ns / 1e9, perf_counter_ns=lambda: round(gpu().host_ns),
         sleep=lambda s: setattr(gpu(), "host_ns", gpu().host_ns + s * 1e9),
     )  # fmt: skip
-    for module in (microbenchmark, measure, host_timing):
+    for module in (microbenchmark, measure):
         patch.setattr(module, "time", clock)
     for name, value in {
         "Event": _Event, "Stream": lambda device: "side", "stream": _stream, "synchronize": _synchronize,
@@ -363,13 +363,13 @@ def simulate_torch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     patch.setattr(measure, "KERNELS", {name: lambda name=name: _Kernel(name) for name in ("cudnn", "flash-attn")})
     patch.setattr(measure, "Communicator", _Communicator)
-    patch.setattr(host_timing, "_passes_to_measure", lambda bench, kernels: _passes(bench.size, tuple(kernels)))
+    patch.setattr(measure, "_passes_to_measure", lambda bench, kernels: _passes(bench.size, tuple(kernels)))
     patch.setattr(
-        host_timing,
+        measure,
         "_prepare",
-        lambda bench, host_pass, _: host_timing._TimedPass(host_pass, _Pass(host_pass.kinds)),  # type: ignore[arg-type]
+        lambda bench, host_pass, _: measure._TimedPass(host_pass, _Pass(host_pass.kinds)),  # type: ignore[arg-type]
     )
-    patch.setattr(host_timing, "clock_for", lambda device: _Clock())
+    patch.setattr(measure, "clock_for", lambda device: _Clock())
 
 
 def calibrate(

@@ -17,7 +17,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 T = 1e12
 

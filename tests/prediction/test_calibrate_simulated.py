@@ -20,6 +20,7 @@ import torch
 from msgspec.structs import replace
 
 from ringprof import cli
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import (
     Calibration,
@@ -33,7 +34,6 @@ from ringprof.prediction.host_model import times_us
 from ringprof.prediction.machine import Curves
 from ringprof.prediction.shapes import HEAD_DIM, kernel_cases
 from ringprof.prediction.text import calibration_text
-from ringprof.record.dryrun.schedule import AttentionOp
 from ringprof.report.text import TextStyle
 from tests.prediction.simulated_gpu import Truth, calibrate
 

@@ -26,7 +26,7 @@ from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.score import check_rows
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 from scripts.scoreboard import GENERATED, QUESTIONS, with_tables
 from tests.paths import ROOT
 

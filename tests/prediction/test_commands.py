@@ -23,7 +23,8 @@ from ringprof.prediction.advise import candidates
 from ringprof.prediction.calibration import calibration_json, parse_calibration, read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.run import Workload, read_run
+from ringprof.run import read_run
+from ringprof.workload.workload import Workload
 
 ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
 SMALL = ("--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2")

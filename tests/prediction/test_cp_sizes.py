@@ -19,7 +19,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 
 def fewest_sequences(lengths: list[int], capacity: int) -> int:

@@ -17,7 +17,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import ScheduleCache
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 WORKLOAD = Workload(seq=131072, heads=128, kv_heads=8, head_dim=128)
 

@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from ringprof.prediction.flows import Flow, Flows, max_min
+from ringprof.prediction.simulator import Flow, Flows, max_min
 
 
 def nothing(now: float) -> None:

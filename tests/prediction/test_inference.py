@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="a dry run needs it")
 
 from ringprof import cli
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.fit import calibrate_from, observed_run, schedule_of_run
@@ -16,8 +17,8 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.record.dryrun.schedule import AttentionOp
-from ringprof.run import Run, Workload, read_run
+from ringprof.run import Run, read_run
+from ringprof.workload.workload import Workload
 from tests.paths import ROOT
 
 DECODE, WINDOW, PREFILL = "h200x2-decode-1048576", "h200x2-decode-1048576-window", "h200x2-ring-prefill-262144"

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction.calibration import KernelSample, assumed_calibration, read_calibration
 from ringprof.prediction.kernel_model import EXTRAPOLATED_SPREAD, Curve, OutsideCalibration
 from ringprof.prediction.machine import Curves
-from ringprof.record.dryrun.schedule import AttentionOp
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 

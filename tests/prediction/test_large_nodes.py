@@ -15,7 +15,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict, warnings_of
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 from tests.prediction.test_commands import run
 
 TOKENS = 8192

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("torch", reason="names of strategies")
 
 from ringprof.cli.record import command as record
-from ringprof.prediction.launch_commands import framework_flags, record_command
+from ringprof.prediction.advise import framework_flags, record_command
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 
 def query(strategy: str = "usp", hosts: int = 2, workload: Workload | None = None, **params: Any) -> Query:

@@ -12,8 +12,8 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import ScheduleCache, schedule_of
-from ringprof.run import Workload
 from ringprof.scale.workers import ignore_progress
+from ringprof.workload.workload import Workload
 
 
 @pytest.mark.parametrize("placement", ["head-first", "ring-first"])

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="a dry run needs it")
 
 from benchmarks.prediction import plain_masks, without_masks
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.machine import MASKED_OVER_PLAIN, curves_of
@@ -16,8 +17,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import inputs, predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.record.dryrun.schedule import AttentionOp
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 
 @pytest.mark.parametrize(("machine", "kernel"), [("h200", "flash-attn"), ("h100", "flash-attn-3")])

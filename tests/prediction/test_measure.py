@@ -10,13 +10,13 @@ pytest.importorskip("torch", reason="a calibration computes")
 
 import torch
 
-from ringprof.prediction import host_timing
+from ringprof.dryrun.schedule import Program
+from ringprof.prediction import measure
 from ringprof.prediction.calibration import HostPass, assumed_calibration
 from ringprof.prediction.host_model import count_kinds, fit_host_times, host_ns, times_us
 from ringprof.prediction.microbenchmark import Bench
 from ringprof.prediction.schedules import schedule
-from ringprof.record.dryrun.schedule import Program
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 SMALL = Workload(seq=512, heads=2, kv_heads=2, head_dim=64)
 TRUE = {
@@ -79,7 +79,7 @@ def test_host_time_of_a_pass_is_the_sum_of_its_operations() -> None:
 
 def test_host_times_are_measured_from_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this CPU, on one rank, strategies run, and their passes suffice for all kinds that occur."""
-    monkeypatch.setattr(host_timing, "SPECS", ("zigzag", "ulysses", "megatron", "allgather"))
+    monkeypatch.setattr(measure, "SPECS", ("zigzag", "ulysses", "megatron", "allgather"))
     for name, value in (
         ("_WARM_UP_PASSES", 1),
         ("_PASSES_PER_TURN", 2),
@@ -87,8 +87,8 @@ def test_host_times_are_measured_from_passes(monkeypatch: pytest.MonkeyPatch) ->
         ("_MIN_TURNS", 2),
         ("_TOKENS", 16),
     ):
-        monkeypatch.setattr(host_timing, name, value)
-    passes = host_timing.measure_passes(Bench(torch.device("cpu")), ["reference"], deadline=0.0)
+        monkeypatch.setattr(measure, name, value)
+    passes = measure.measure_passes(Bench(torch.device("cpu")), ["reference"], deadline=0.0)
     assert {host_pass.strategy for host_pass in passes} == {"zigzag", "ulysses", "megatron", "allgather"}
     assert all(host_pass.turns == 2 and host_pass.us > 0 and len(host_pass.ranks_us) == 1 for host_pass in passes)
     assert {host_pass.backward for host_pass in passes} == {True, False}

@@ -7,9 +7,9 @@ import csv
 import msgspec
 import pytest
 
+from ringprof.dryrun.schedule import CommStart
 from ringprof.prediction.calibration import Nccl, read_calibration
 from ringprof.prediction.network import Cluster, Links, channels
-from ringprof.record.dryrun.schedule import CommStart
 from tests.paths import ROOT
 
 MIB = 1 << 20

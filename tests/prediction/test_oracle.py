@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 from ringprof.common.json_object import JsonObject
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction import machine
 from ringprof.prediction.calibration import (
     COLLECTIVES,
@@ -29,8 +30,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
-from ringprof.record.dryrun.schedule import AttentionOp
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 FORWARD, BACKWARD = 4, 10
 """FLOPs per query-key pair and channel."""

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="a dry run needs it")
 
 from benchmarks import prediction
 from ringprof import cli
+from ringprof.dryrun.schedule import AttentionOp, CommStart
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.fit import schedule_of_run
@@ -21,9 +22,9 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, warnings_of
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule, schedule_of
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart
-from ringprof.run import Run, StrategyUsed, Workload, read_run
+from ringprof.run import Run, StrategyUsed, read_run
 from ringprof.strategies.catalog import PEERS
+from ringprof.workload.workload import Workload
 
 RUN = Path(__file__).parents[2] / "traces" / "h200x4-zigzag-65536"
 SMALL = Workload(seq=512, heads=4, kv_heads=2, head_dim=16)

@@ -10,17 +10,17 @@ pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 
 import msgspec
 
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.kernel_rates import block_times, bundled_rates
 from ringprof.prediction.calibration import BUNDLED, Calibration, KernelFigures, KernelSample, read_calibration
 from ringprof.prediction.fit import schedule_of_run
-from ringprof.prediction.machine import Curves
+from ringprof.prediction.machine import Curves, with_rates
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.prediction.rates import with_rates
 from ringprof.prediction.what_if import Changes
-from ringprof.record.dryrun.schedule import AttentionOp
-from ringprof.run import Workload, read_run
+from ringprof.run import read_run
 from ringprof.strategies.kernels.registry import auto_order
+from ringprof.workload.workload import Workload
 from tests.paths import TRACES
 
 H200 = read_calibration("h200")

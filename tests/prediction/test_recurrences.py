@@ -17,9 +17,11 @@ pytest.importorskip("torch", reason="dry runs need torch")
 import torch
 
 from benchmarks import recurrent_prediction
-from ringprof.api import load
 from ringprof.cli import run as run_command
+from ringprof.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
 from ringprof.errors import UnsupportedWorkloadError, UsageError
+from ringprof.iteration.recurrence import RecurrenceShard
+from ringprof.iteration.shard import counted_work, reset_counts
 from ringprof.prediction.advise import advise
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import (
@@ -44,13 +46,12 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.recurrence_curves import RECURRENCE_PASS_US, RecurrenceCurves, recurrence_curves_of
 from ringprof.prediction.schedules import schedule, schedule_of
 from ringprof.prediction.text import remarks
-from ringprof.record.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
-from ringprof.record.measure import counted_work, reset_counts
-from ringprof.record.recurrence import RecurrenceShard
-from ringprof.run import Work, Workload
+from ringprof.results.load import load
+from ringprof.run import Work
 from ringprof.strategies import create_recurrent
-from ringprof.strategies.recurrent.state_strategies import STRATEGIES
+from ringprof.strategies.recurrent.registry import STRATEGIES
 from ringprof.workload.recurrences import RECURRENCES, Operator
+from ringprof.workload.workload import Workload
 from tests.paths import ROOT
 from tests.strategies.ranks import run_ranks
 

@@ -11,12 +11,12 @@ pytest.importorskip("torch", reason="a dry run runs a strategy on shapes")
 
 from msgspec.structs import replace as changed
 
+from ringprof.dryrun.schedule import Schedule
 from ringprof.prediction import schedules
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import ScheduleCache, schedule_of, stand_in_schedule
-from ringprof.record.dryrun.schedule import Schedule
-from ringprof.run import Workload
+from ringprof.workload.workload import Workload
 
 CLUSTER = Cluster(2, 2, nic_gbit=400.0)
 PROBLEM = Workload(seq=4096, heads=8, kv_heads=4, head_dim=128)

@@ -11,11 +11,12 @@ from tests.paths import TRACES
 
 pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 
+from ringprof.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp
 from ringprof.errors import UnknownStrategyError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction.fit import schedule_of_run
 from ringprof.prediction.schedules import schedule
-from ringprof.record.dryrun.schedule import AttentionOp, CommStart, CommWait, MemoryOp
-from ringprof.run import Sent, Workload, read_run
+from ringprof.run import Sent, read_run
+from ringprof.workload.workload import Workload
 
 RUNS = [
     path for path in sorted(TRACES.glob("*/run.json"))

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("torch", reason="names of strategies and kernels")
 
 from ringprof.prediction.settle import Forecast, Observation, Score, Subject, read_forecasts
-from ringprof.run import Workload, read_run, write_run
+from ringprof.run import read_run, write_run
+from ringprof.workload.workload import Workload
 from tests.paths import TRACES
 from tests.prediction.test_commands import run
 

@@ -9,17 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from ringprof.dryrun.schedule import AttentionOp, CommStart, CommWait, ComputeOp, MemoryOp, Op, Program, StreamWait
 from ringprof.prediction.simulator import BlockTime, Timeline, Transfer, simulate
-from ringprof.record.dryrun.schedule import (
-    AttentionOp,
-    CommStart,
-    CommWait,
-    ComputeOp,
-    MemoryOp,
-    Op,
-    Program,
-    StreamWait,
-)
 from ringprof.run import Work
 
 NOTHING = Work(block_flops=0, block_calls={}, sent=[])

@@ -17,15 +17,14 @@ pytest.importorskip("torch", reason="choices are strategies")
 
 from ringprof.cli import run
 from ringprof.errors import Interrupted, RecordError
-from ringprof.prediction import tune as tuning_module
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.prediction.tune import Trial, Tuning, tune, tuning_dict
-from ringprof.prediction.tuning_text import tuning_text
-from ringprof.record import RecordRequest
-from ringprof.record.progress import SilentReporter
+from ringprof.ranks.progress import SilentReporter
+from ringprof.recording import RecordRequest
 from ringprof.report.text import TextStyle
-from ringprof.run import Workload
+from ringprof.trials import tune as tuning_module
+from ringprof.trials.tune import Trial, Tuning, tune, tuning_dict, tuning_text
+from ringprof.workload.workload import Workload
 
 Times = Callable[[str, int], float]
 """Milliseconds of an iteration, by strategy and number of its recording from 0."""

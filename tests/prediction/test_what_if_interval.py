@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch", reason="a dry run gives the operations")
 
+from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.fit import observed_run
 from ringprof.prediction.machine import curves_of
 from ringprof.prediction.what_if import HOPS_SPREAD, Changes, what_if
-from ringprof.record.dryrun.schedule import AttentionOp
 
 TRACES = Path(__file__).parents[2] / "traces"
 PAIRS = ("h200x4-burst-262144", "h200x4-zigzag-262144", "h200x4-zigzag-65536")

@@ -35,7 +35,7 @@ from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.whole_steps import StepPrediction, predict_step
-from ringprof.run import LayerAround, Workload
+from ringprof.workload.workload import LayerAround, Workload
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 4
 EMBEDDING_NS, FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = 5, 7, 11, 1000

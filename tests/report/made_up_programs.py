@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ringprof.run import Baselines, LayerAround, Predicted, Run, Sent, StrategyUsed, Work, Workload
+from ringprof.run import Baselines, Predicted, Run, Sent, StrategyUsed, Work
 from ringprof.trace.columns import MEMCPY, OPERATOR
+from ringprof.workload.workload import LayerAround, Workload
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.findings.test_step_rates import Step
 from tests.analysis.recorded import recorded_run

@@ -12,11 +12,12 @@ import pytest
 import ringprof
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError, UsageError
-from ringprof.frames import FRAMES, frame_of, write_parquet
-from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
+from ringprof.results.analysis import Analysis
+from ringprof.results.frames import FRAMES, frame_of, write_parquet
+from ringprof.results.load import parse_any
+from ringprof.results.options import LoadOptions
 from ringprof.run import write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import NCCL, Builder, collective

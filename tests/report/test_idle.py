@@ -17,7 +17,6 @@ from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.timeline.idle import CAUSES
-from ringprof.frames import frame_of
 from ringprof.report import palette, plots
 from ringprof.report.as_json import as_dict
 from ringprof.report.page.document import PageContext
@@ -28,6 +27,7 @@ from ringprof.report.tables import Listing
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
 from ringprof.report.timeline import BLOCKED_ON_PEER, idle_groups, timeline_of
+from ringprof.results.frames import frame_of
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
 from ringprof.trace.kineto.reader import parse_trace

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.report.perfetto import EXPOSED, STEPS, STREAMS, events_of
-from ringprof.report.trace_event import Lanes, microseconds
+from ringprof.report.perfetto import EXPOSED, STEPS, STREAMS, Lanes, events_of, microseconds
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.test_real_runs import NVLINK

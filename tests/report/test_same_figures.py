@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS
-from ringprof.api import Analysis
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.text import TextStyle
+from ringprof.results.analysis import Analysis
 from tests.loaded import analysis
 from tests.paths import COMMITTED, TRACES
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import ringprof
-from ringprof import api
 from ringprof.errors import InputError
+from ringprof.results import analysis as api
 from ringprof.scale import pipeline
 from ringprof.trace.inputs import Input
 from ringprof.trace.reduced import reduce_trace

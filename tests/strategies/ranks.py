@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.record.command import HANGS_S
+from tests.recording.command import HANGS_S
 
 # torch counts devices in a process's first backward pass, and forked ranks can have none of their own once there were
 # some. Builds with CUDA count one without a GPU where that first one is FlexAttention's on a CPU.

@@ -12,10 +12,10 @@ from ringprof.cli import run
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known, StrategyName
 from ringprof.errors import UnknownStrategyError, UsageError
 from ringprof.prediction.advise import advise
-from ringprof.run import Workload
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.registry import parse_parameter
-from tests.record.fake_launcher import FakeLauncher
+from ringprof.workload.workload import Workload
+from tests.recording.fake_launcher import FakeLauncher
 from tests.strategies.cases import WorkloadShard, inputs
 from tests.strategies.ranks import run_ranks
 
@@ -61,7 +61,7 @@ def test_check_takes_the_striped_layout(monkeypatch):
 
     monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: launcher)
     assert run(["check", "json:function", "--layout", "striped"]) == 2
-    monkeypatch.setattr("ringprof.record.check.on_ranks.check_on_ranks", keep)
+    monkeypatch.setattr("ringprof.proof.on_ranks.check_on_ranks", keep)
     with pytest.raises(UsageError):
         ringprof.check(lambda q, k, v: q, "striped")
     assert [request.layout for request in (launcher.jobs[0].request, *requests)] == ["stripe", "stripe"]

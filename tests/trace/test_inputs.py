@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from ringprof.api import load
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.results.load import load
 from ringprof.trace.inputs import Input, detect, detect_bytes
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.ranks import read_traces

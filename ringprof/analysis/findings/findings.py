@@ -8,8 +8,7 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
-from ringprof.analysis.findings.by_layer import LayerTotals, layers_of_run
-from ringprof.analysis.findings.by_shape import Gemm, collectives_of_run, gemms_of
+from ringprof.analysis.findings.by_shape import Gemm, LayerTotals, collectives_of_run, gemms_of, layers_of_run
 from ringprof.analysis.findings.inference import Inference, inference_of
 from ringprof.analysis.findings.step_rates import StepRates, step_rates_of
 from ringprof.analysis.findings.summary import Summary, summarise

@@ -14,8 +14,9 @@ from ringprof.analysis.findings.metric_table import MS, RATES, RECORDED, SHARES,
 from ringprof.analysis.findings.same_work import evidence_of
 from ringprof.analysis.findings.time_table import IDLE_LABELS
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.run import Run, Workload
+from ringprof.run import Run
 from ringprof.trace.columns import NOTES
+from ringprof.workload.workload import Workload
 
 
 def measurement_of_run(label: str, findings: Findings) -> Measurement:

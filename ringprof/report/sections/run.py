@@ -28,7 +28,8 @@ from ringprof.report.text import (
     strategy_in_title,
     unit_for,
 )
-from ringprof.run import Run, Verification, Workload
+from ringprof.run import Run, Verification
+from ringprof.workload.workload import Workload
 
 _PARTIAL_NOTE = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
 _LARGE_OVERHEAD = 0.25

@@ -42,8 +42,7 @@ from ringprof.trace.kineto.collectives import (
     whole_number,
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
-from ringprof.trace.kineto.forward_arrows import FORWARD_ARROW, ForwardArrows
-from ringprof.trace.kineto.host_rows import HostRows
+from ringprof.trace.kineto.host_rows import FORWARD_ARROW, ForwardArrows, HostRows
 from ringprof.trace.kineto.shapes import ShapeReader, has_shapes
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
 from ringprof.trace.kineto.tracks import Tracks

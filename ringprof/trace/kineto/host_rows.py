@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from ringprof.common.limits import MemoryLimitError
-from ringprof.trace.columns import Int8, Int32, Int64
+from ringprof.trace.columns import NONE, Int8, Int32, Int64
 from ringprof.trace.host_events import Columns, rows_in_idle
 from ringprof.trace.kineto.event_list import Event
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
@@ -76,3 +76,73 @@ class HostRows:
         used, inverse = np.unique(rows["name"], return_inverse=True)
         rows["name"] = np.array([name_index(texts[index]) for index in used.tolist()], np.int32)[inverse.ravel()]
         return rows
+
+
+# --- arrows of torch.profiler from a forward operator to the autograd node that it created, run in the backward pass -
+FORWARD_ARROW = "fwdbwd"
+"""Category of the two events of such an arrow."""
+_BYTES = 3 * 4 * 8
+
+
+class ForwardArrows:
+    """Both ends of all forward-to-backward arrows of one trace, collected event by event."""
+
+    def __init__(self, take: Callable[[int], None]) -> None:
+        """``take`` charges bytes to the memory budget."""
+        self._take = take
+        self._chunks: list[tuple[Int64, Int64, Int64, Int64]] = []
+
+    def keep(self, events: Sequence[Event]) -> None:
+        """Add events of phase ``s`` (forward operator) or ``f`` (call of the node); incomplete ones are left out."""
+        whole = [event for event in events if type(event.id) is int and type(event.tid) is int]
+        whole = [event for event in whole if abs(event.id) < 2**63 and abs(event.tid) < 2**63]  # type: ignore[arg-type]
+        if not whole:
+            return
+        self._take(_BYTES * len(whole))
+        time = to_ns([event.ts for event in whole])
+        columns = (
+            np.array([event.id for event in whole], np.int64),
+            time,
+            np.array([event.tid for event in whole], np.int64),
+            np.array([event.ph == "f" for event in whole], np.int64),
+        )
+        self._chunks.append(tuple(column[time != NOT_A_TIME] for column in columns))
+
+    def columns(self, base_ns: int, calls: dict[str, Int64]) -> dict[str, Int64]:
+        """Return time and thread of the forward operator of each call of a node: ``forward_ns``, ``forward_thread``.
+
+        ``calls`` has the columns ``start_ns``, ``end_ns`` and ``thread``, sorted by start. An arrow belongs to the
+        innermost call around its end; calls without one get `NONE`. ``base_ns`` is added to the arrows' times.
+        """
+        forward_ns, forward_thread = (np.full(len(calls["start_ns"]), NONE, np.int64) for _ in range(2))
+        if self._chunks:
+            number, time, thread, is_end = (np.concatenate(column) for column in zip(*self._chunks, strict=True))
+            tails, heads = np.flatnonzero(is_end == 0), np.flatnonzero(is_end)
+            tails = tails[np.argsort(number[tails], kind="stable")]
+            position = np.searchsorted(number[tails], number[heads])
+            position = np.minimum(position, max(len(tails) - 1, 0))
+            heads, position = (heads, position) if len(tails) else (heads[:0], position[:0])
+            paired = number[tails[position]] == number[heads]
+            heads, tails = heads[paired], tails[position[paired]]
+            call = _innermost(calls, time[heads] + base_ns, thread[heads])
+            inside = call != NONE
+            forward_ns[call[inside]] = time[tails[inside]] + base_ns
+            forward_thread[call[inside]] = thread[tails[inside]]
+        return {"forward_ns": forward_ns, "forward_thread": forward_thread}
+
+
+def _innermost(calls: dict[str, Int64], points_ns: Int64, thread: Int64) -> Int64:
+    """Return the call that began last before each point on its thread and contains it, or `NONE`.
+
+    The profiler puts the end of an arrow at the node's own first operator, before any nested call of a node.
+    """
+    threads, times = np.append(calls["thread"], thread), np.append(calls["start_ns"], points_ns)
+    count = len(calls["start_ns"])
+    order = np.lexsort((np.arange(len(times)) >= count, times, threads))
+    is_call = order < count
+    latest = np.maximum.accumulate(np.where(is_call, np.arange(len(order)), NONE))
+    before = np.full(len(times), NONE, np.int64)
+    before[order] = np.where(latest == NONE, NONE, order[latest])
+    call = before[count:]
+    inside = (call != NONE) & (calls["thread"][call] == thread) & (points_ns < calls["end_ns"][call])
+    return np.where(inside, call, NONE)

@@ -15,9 +15,9 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.measurements import measurement_of_run, shortest_labels
 from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.analysis.findings.same_work import WORK, match_work
-from ringprof.benchmark_logs.logs import entry_of_row
-from ringprof.benchmark_logs.rows import LogRow
 from ringprof.errors import UsageError
+from ringprof.printed.benchmarks.logs import entry_of_row
+from ringprof.printed.benchmarks.rows import LogRow
 from ringprof.report.comparison import verdict_lines
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder

@@ -17,8 +17,9 @@ from ringprof.common.json_object import json_text
 from ringprof.report import as_json
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
-from ringprof.run import Baselines, Profiled, Workload, read_run, write_run
+from ringprof.run import Baselines, Profiled, read_run, write_run
 from ringprof.scale.pipeline import attribute
+from ringprof.workload.workload import Workload
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run

@@ -11,9 +11,9 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.recommendations import rate_to_hide
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
-from ringprof.run import Workload
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
+from ringprof.workload.workload import Workload
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.verdict import _work_clause, _worst_step_clause
-from ringprof.analysis.findings.verdict_text import exposed_shares
+from ringprof.analysis.findings.verdict import _work_clause, _worst_step_clause, exposed_shares
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, LIMITS
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.timeline.window import Focus

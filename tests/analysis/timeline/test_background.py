@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.timeline.window import Focus
 from ringprof.report import as_json
-from ringprof.run import Work, Workload
+from ringprof.run import Work
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import MEMCPY
+from ringprof.workload.workload import Workload
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run

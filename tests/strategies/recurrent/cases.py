@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringprof.strategies.recurrent.state_strategies import STRATEGIES, create_recurrent
+from ringprof.strategies.recurrent.registry import STRATEGIES, create_recurrent
 from tests.strategies.recurrent import oracle
 
 OPERATORS = ("gated_delta_rule", "simple_gla", "gla", "mamba2")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
-from ringprof.strategies.recurrent.convolution import convolve
+from ringprof.strategies.recurrent.pieces import convolve
 
 
 class StandIn(torch.autograd.Function):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ringprof.strategies.recurrent import pieces
-from ringprof.strategies.recurrent.convolution import convolve
 from ringprof.strategies.recurrent.kernel import Inputs, Shard
 from ringprof.strategies.recurrent.kernels import choose_kernel
+from ringprof.strategies.recurrent.pieces import convolve
 from ringprof.strategies.recurrent.reference import ReferenceRecurrence
 from tests.strategies.recurrent.test_pieces import phases
 

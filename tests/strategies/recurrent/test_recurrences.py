@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringprof.strategies import UnknownName, Unsupported
 from ringprof.strategies.recurrent.kernel import reach_of
-from ringprof.strategies.recurrent.state_strategies import create_recurrent
+from ringprof.strategies.recurrent.registry import create_recurrent
 from tests.strategies.ranks import run_ranks
 from tests.strategies.recurrent import oracle
 from tests.strategies.recurrent.cases import TOLERANCE, documents_of, errors_of_cases

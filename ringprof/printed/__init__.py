@@ -1,0 +1,1 @@
+"""Readers of what programs print or dump: kernel tables, benchmark logs, communication logs."""

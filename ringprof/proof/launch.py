@@ -1,0 +1,131 @@
+"""Job of ``ringprof check module:function``, for ranks that ringprof starts and for those of torchrun and srun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from ringprof.common.json_object import from_json, to_json
+from ringprof.errors import UsageError
+from ringprof.proof.model_result import ModelCheck, ModelRequest
+from ringprof.proof.result import Check, CheckRequest
+from ringprof.ranks.launcher import RankInfo
+from ringprof.ranks.progress import Reporter
+
+START_S = 120.0
+"""Time limit of everything before the first call: imports and the process group."""
+JUDGE_S = 1800.0
+"""Time limit for computing the dense reference of one call and comparing with it."""
+_GRACE_S = 5.0
+"""Extra time in which a rank can report by itself that another rank has not returned."""
+
+
+class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A check with every default resolved, for ranks that ringprof starts."""
+
+    job: ClassVar[str] = "check"
+    request: CheckRequest | ModelRequest
+    scratch: str
+    """Folder in which rank 0 leaves the result."""
+
+    def limit_of(self, phase: str | None) -> float | None:
+        """Return the time limit of a phase in seconds; None stands for the start, before the first phase."""
+        if phase is None:
+            return START_S
+        return (0 if phase.startswith("call ") else JUDGE_S) + self.request.time_limit + _GRACE_S
+
+    def run(self, rank_info: RankInfo, reporter: Reporter) -> None:
+        """Run the check as one rank; rank 0 writes the result to the scratch folder, where the parent reads it."""
+        check = _check_as_rank(self.request, rank_info, reporter)
+        if rank_info.rank == 0:
+            self._result_file().write_bytes(to_json(check))
+
+    def result(self) -> Check | ModelCheck:
+        """Read the result that rank 0 has written."""
+        kind: type[Check | ModelCheck] = Check if isinstance(self.request, CheckRequest) else ModelCheck
+        return from_json(self._result_file().read_bytes(), kind)
+
+    def discard(self) -> None:
+        """Remove nothing: a check writes only to the scratch folder."""
+
+    def _result_file(self) -> Path:
+        return Path(self.scratch, "check.json")
+
+
+@dataclass(frozen=True)
+class CheckJob:
+    """Check of an attention or a model, for a `ringprof.ranks.launcher.Launcher`. Only the ranks import its module."""
+
+    request: CheckRequest | ModelRequest
+
+    def prepare(self, reporter: Reporter, scratch: str) -> CheckTask:
+        """Resolve the defaults. Raises `UsageError`."""
+        return CheckTask(request=self._resolved(None), scratch=scratch)
+
+    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:
+        """Run the check as one rank; every rank has the result."""
+        return _check_as_rank(self._resolved(rank_info), rank_info, reporter)
+
+    def _resolved(self, rank_info: RankInfo | None) -> CheckRequest | ModelRequest:
+        from ringprof.iteration.resolve import resolve_device, resolve_world_size
+
+        device = resolve_device(self.request.device)
+        world = resolve_world_size(self.request.world, device, rank_info)
+        _split(self.request.target)
+        return msgspec.structs.replace(self.request, device=device, world=world)
+
+
+def _check_as_rank(request: CheckRequest | ModelRequest, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:
+    """Create the process group and run the check as one of its ranks.
+
+    Raises `UsageError` where the function for a check of a model returns something else than its arguments.
+    """
+    from ringprof.proof.model import check_model_on_ranks
+    from ringprof.proof.on_ranks import check_on_ranks
+    from ringprof.ranks.process_group import world_group
+
+    function = load_function(request.target)
+    with world_group(rank_info, request.device, request.time_limit + JUDGE_S):
+        if isinstance(request, CheckRequest):
+            return check_on_ranks(function, request, reporter=reporter)
+        returned = function()
+        if not isinstance(returned, tuple) or len(returned) not in (3, 4):
+            raise UsageError(
+                f"{request.target} must return the parallel step, the reference and the batch, and if needed a dict of"
+                f" other arguments of ringprof.check_model, not {type(returned).__name__}"
+            )
+        options = dict(returned[3]) if len(returned) == 4 else {}
+        return check_model_on_ranks(*returned[:3], time_limit=request.time_limit, reporter=reporter, **options)
+
+
+def load_function(target: str) -> Any:
+    """Import ``module:function``, also from the current folder, and return the function. Runs the module's code.
+
+    Raises `UsageError` where the import fails or the object is not callable.
+    """
+    module_name, name = _split(target)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = import_module(module_name)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except Exception as error:
+        raise UsageError(f"{target!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise UsageError(f"{target!r} is not a function")
+    return function
+
+
+def _split(target: str) -> tuple[str, str]:
+    """Split ``module:function`` at the colon. Raises `UsageError`."""
+    module_name, colon, function_name = target.partition(":")
+    if not (module_name and colon and function_name):
+        raise UsageError(f"{target!r} is not module:function, such as mypackage.attention:ring_attention")
+    return module_name, function_name

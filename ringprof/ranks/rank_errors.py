@@ -1,0 +1,227 @@
+"""How a run ends on its ranks: each rank's outcome, the one-line error of a failed run, and the log of all outcomes."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ringprof import errors
+from ringprof.errors import Interrupted, OutOfMemory, RecordError, RingprofError
+from ringprof.ranks.progress import PositionReporter
+from ringprof.ranks.watchdog import INTERRUPT, TIME_LIMIT
+
+
+class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How the run ended on one rank, as that rank reports it."""
+
+    kind: str
+    """``failed``, ``stopped`` or ``done``. Exit code 0 does not prove ``done``, since user code may exit."""
+    where: str = ""
+    """Phase and step that the rank was in."""
+    hops: int | None = None
+    """Number of hops that the rank had posted in this iteration; None where hops are not counted."""
+    reason: str = ""
+    """The signal that stopped the rank, or the class name of its error."""
+    message: str = ""
+    """First line of the error."""
+    effect: bool = False
+    """Whether the error is of a kind that follows from losing a peer."""
+    detail: str = ""
+    """Traceback, for the log."""
+
+
+def stopped_outcome(position: PositionReporter, reason: str) -> RankOutcome:
+    """Return the outcome of this rank when it is stopped; ``reason`` is empty where rank 0 stops it."""
+    return RankOutcome(kind="stopped", where=position.where(), hops=position.hops(), reason=reason)
+
+
+def failed_outcome(position: PositionReporter, error: BaseException) -> RankOutcome:
+    """Return the outcome of this rank when it fails with ``error``."""
+    kind, message = error_kind(error), error_line(error)
+    return RankOutcome(
+        kind="failed", where=position.where(), hops=position.hops(), reason=kind, message=message,
+        effect=is_consequence(kind, message), detail="".join(traceback.format_exception(error)),
+    )  # fmt: skip
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out, on the device or on the host."""
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def error_kind(error: BaseException) -> str:
+    """Return the class name under which an error is sent to other processes; `OutOfMemory` where memory ran out."""
+    return OutOfMemory.__name__ if ran_out(error) else type(error).__name__
+
+
+LONGEST_LINE = 2000
+"""Most characters of an error line that is sent between processes; the log holds all of them."""
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error's first line, shortened to `LONGEST_LINE`, with text that is not valid Unicode escaped.
+
+    The class name stands before the text of errors that are not from `ringprof.errors`.
+    """
+    if isinstance(error, RingprofError):
+        line = str(error)
+    elif ran_out(error):
+        line = "out of memory"
+    elif isinstance(error, OSError) and error.filename is not None and error.strerror:
+        line = f"{error.filename}: {error.strerror}"
+    else:
+        line = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    line = line.encode(errors="backslashreplace").decode()
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
+
+
+def rank_error(rank: int, outcome: RankOutcome, log: str = "") -> RingprofError:
+    """Return the error that the whole run ends with, from the outcome of the rank that failed."""
+    if outcome.reason == OutOfMemory.__name__:
+        return OutOfMemory(f"rank {rank} failed: {outcome.message}: use a shorter sequence or more ranks{log}")
+    error_class = getattr(errors, outcome.reason, None)
+    if isinstance(error_class, type) and issubclass(error_class, RecordError):
+        return error_class(f"{outcome.message}{log}")
+    if isinstance(error_class, type) and issubclass(error_class, RingprofError):
+        # All ranks refuse for the same reason: the request is at fault, not a rank.
+        return error_class(outcome.message)
+    return RecordError(f"rank {rank} failed: {outcome.message}{log}")
+
+
+_OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+def is_consequence(kind: str, message: str) -> bool:
+    """Return whether an error is of a kind that follows from losing a peer, whose own error tells more."""
+    if kind == RecordError.__name__:  # a check's error quotes the error of the call
+        kind = next((name for name in (*_OF_PEERS, "RuntimeError") if f"{name}: " in message), kind)
+    return kind in _OF_PEERS or (
+        kind == "RuntimeError" and any(word in message for word in ("onnection", "gloo", "NCCL"))
+    )
+
+
+def slowest_rank(stopped: Mapping[int, RankOutcome], world: int) -> str:
+    """Describe the rank that the others waited for: one that sent no outcome, else the one with the fewest hops.
+
+    If hops are not counted, it is the smallest group of ranks that share a position. ``stopped`` maps each rank to its
+    outcome when it was stopped.
+    """
+    silent = [rank for rank in range(world) if rank not in stopped]
+    if silent:
+        return f"rank {silent[0]} hung and did not answer"
+    if all(outcome.hops is None for outcome in stopped.values()):
+        positions = Counter(outcome.where for outcome in stopped.values())
+        where, count = min(positions.items(), key=lambda item: item[1])
+        if len(positions) == 1 and count > 1:
+            return f"all {count} ranks hung in {where},"
+        ranks = [str(rank) for rank, outcome in stopped.items() if outcome.where == where]
+        return f"rank {', '.join(ranks)} hung in {where},"
+    rank = min(stopped, key=lambda rank: -1 if (hops := stopped[rank].hops) is None else hops)
+    where, hops = stopped[rank].where, stopped[rank].hops
+    posted = "" if hops is None else f", after {hops} hop{'' if hops == 1 else 's'}: hop {hops + 1} was not posted"
+    return f"rank {rank} hung in {where}{posted},"
+
+
+@dataclass
+class FailedRun:
+    """A failed run under an external launcher: the ranks' outcomes, and the ranks that disconnected."""
+
+    hosts: Sequence[str]
+    """Host of each rank."""
+    outcomes: Mapping[int, RankOutcome] = field(default_factory=dict)
+    """Outcome of each rank that sent one, in order of arrival."""
+    disconnected: Sequence[int] = ()
+    """Ranks whose connection ended before they had sent an outcome."""
+    limit_s: float = 0.0
+    """Time limit of the run."""
+    overdue: bool = False
+    """Whether rank 0 let the time limit pass without ending the run."""
+
+    def cause(self) -> RingprofError:
+        """Return the error to end with, from the most likely cause.
+
+        The order is: an interrupt by the user, a rank that disconnected, a rank that failed by itself, a rank that
+        failed because it lost a peer, the time limit, a rank that the launcher stopped.
+        """
+        failed = {rank: outcome for rank, outcome in self.outcomes.items() if outcome.kind == "failed"}
+        stopped = {rank: outcome for rank, outcome in self.outcomes.items() if outcome.kind == "stopped"}
+        interrupted = [outcome for outcome in stopped.values() if outcome.reason == INTERRUPT]
+        if interrupted:
+            return Interrupted(f"interrupted during {interrupted[0].where}; nothing was recorded")
+        if self.disconnected:
+            position = next((outcome.where for outcome in self.outcomes.values() if outcome.where), "")
+            others = f", while the others were in {position}" if position else ""
+            return RecordError(f"{self._describe_disconnected()}{others}; nothing was recorded")
+        if failed:
+            rank = min(failed, key=lambda rank: failed[rank].effect)
+            return rank_error(rank, failed[rank])
+        if self.overdue or any(outcome.reason == TIME_LIMIT for outcome in stopped.values()):
+            slowest = slowest_rank(stopped, len(self.hosts))
+            return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over; nothing was recorded")
+        for rank, outcome in stopped.items():
+            if outcome.reason:
+                stopped_rank = f"rank {rank} was stopped by {outcome.reason} in {outcome.where}"
+                return RecordError(f"{stopped_rank}; nothing was recorded")
+        return RecordError("a rank exited without an error; nothing was recorded")
+
+    def log(self, command: Sequence[str]) -> str:
+        """Return the text of the log: the command, the cause, and every rank's outcome with its traceback."""
+        lines = [f"$ {' '.join(command)}", f"{self.cause()}", ""]
+        for rank, host in enumerate(self.hosts):
+            outcome = self.outcomes.get(rank)
+            if outcome is None:
+                text = "connection lost" if rank in self.disconnected else "no message"
+            else:
+                posted = "" if outcome.hops is None else f", {outcome.hops} hops posted"
+                position = f" in {outcome.where}{posted}" if outcome.where else ""
+                why = f": {outcome.message}" if outcome.message else f" ({outcome.reason})" if outcome.reason else ""
+                text = f"{outcome.kind}{position}{why}"
+            lines.append(f"rank {rank} on {host}: {text}")
+            lines += [f"    {line}" for line in (outcome.detail.splitlines() if outcome else ())]
+        return "\n".join(lines) + "\n"
+
+    def _describe_disconnected(self) -> str:
+        """Describe the ranks that disconnected; as a host where they are all ranks of it."""
+        disconnected = sorted(self.disconnected)
+        host = self.hosts[disconnected[0]]
+        on_host = [rank for rank, name in enumerate(self.hosts) if name == host]
+        if disconnected == on_host and len(set(self.hosts)) > 1:
+            names = f"ranks {', '.join(map(str, on_host))}" if len(on_host) > 1 else f"rank {on_host[0]}"
+            return f"host {host} with {names} has gone: it is down, cannot be reached, or its ranks were killed"
+        listed = ", ".join(map(str, disconnected[:8])) + (" ..." if len(disconnected) > 8 else "")
+        subject = (
+            f"rank {disconnected[0]} on host {host} has gone" if len(disconnected) == 1 else f"ranks {listed} have gone"
+        )
+        return f"{subject} without a word: killed (often the system's answer to memory running out), or out of reach"
+
+
+def write_log(text: str, output: Path, name: str) -> Path | None:
+    """Write the log of a failed run beside the output file, else to the temporary folder.
+
+    Returns the path, or None where neither folder can be written to.
+    """
+    for folder in (output.parent, Path(tempfile.gettempdir())):
+        path = folder / f"{name}.failed.log"
+        try:
+            # Mode "x" never writes through a symbolic link that another user has created.
+            with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except FileExistsError:
+            continue
+        except OSError:
+            # A full disk leaves half a file.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            continue
+        return path
+    return None

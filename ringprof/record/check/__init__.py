@@ -1,1 +1,0 @@
-"""Check of a user's distributed attention against dense attention over the whole sequence."""

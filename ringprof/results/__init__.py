@@ -1,0 +1,1 @@
+"""Results of reading: `load`, the `Analysis` that it returns, its frames, options, and comparisons."""

@@ -1,0 +1,138 @@
+"""Launcher's environment variables that make this process a rank, and those that do not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="ranks need torch")
+
+from ringprof import cli
+from ringprof.errors import RecordError, RingprofError, UsageError
+from ringprof.ranks.external_launcher import ExternalLauncher
+from ringprof.ranks.launch import current_launcher
+from ringprof.ranks.launcher import RankInfo, launcher_rank, slurm_rendezvous
+from ringprof.ranks.local_launcher import LocalLauncher
+from ringprof.ranks.progress import SilentReporter
+from tests.cli.test_width import CHECK
+from tests.recording.fake_launcher import FakeJob, FakeLauncher
+from tests.recording.test_progress import RecordingReporter
+
+TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+SRUN = {
+    "SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "18001",
+}  # fmt: skip
+
+
+def test_rank_from_torchrun_variables() -> None:
+    assert launcher_rank(TORCHRUN) == RankInfo(9, 16, 1, 8, node=1)
+    assert launcher_rank({**TORCHRUN, "GROUP_RANK": "3"}) == RankInfo(9, 16, 1, 8, node=3)
+    elastic = launcher_rank({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7"})
+    assert elastic is not None and elastic.parent == os.getppid()
+
+
+def test_launcher_without_local_variables_is_one_host() -> None:
+    assert launcher_rank({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2)
+
+
+def test_rank_from_srun_variables() -> None:
+    rank_info = launcher_rank(SRUN)
+    assert rank_info == RankInfo(5, 8, 1, 4, node=1, parent=os.getppid())
+    assert slurm_rendezvous(rank_info, SRUN) == {
+        "MASTER_ADDR": "gpu07", "MASTER_PORT": "12001", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"), [("a1,a2", "a1"), ("a[3,5-9],b1", "a3"), ("rack[01-02]-x", "rack01-x"), ("solo", "solo")]
+)
+def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
+    rank_info = launcher_rank(SRUN)
+    assert rank_info is not None
+    assert slurm_rendezvous(rank_info, {**SRUN, "SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # the script of a batch job, not a step
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # an interactive shell
+        {"WORLD_SIZE": "4"},
+    ],
+)
+def test_processes_without_launcher_variables_are_not_ranks(env: dict[str, str]) -> None:
+    assert launcher_rank(env) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "x"}, {"RANK": "16"}, {"WORLD_SIZE": ""}, {"LOCAL_WORLD_SIZE": "0"}, {"RANK": "-1"}]
+)
+def test_invalid_launcher_variables_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        launcher_rank({**TORCHRUN, **wrong})
+
+
+def test_srun_with_more_tasks_on_one_host_than_on_another() -> None:
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_PROCID": "7"}
+    assert launcher_rank({**uneven, "SLURM_NODEID": "2"}) == RankInfo(7, 8, 1, 2, 2, os.getppid())
+    assert launcher_rank({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == RankInfo(7, 8, 2, 3, 1, os.getppid())
+
+
+def test_current_launcher_follows_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(current_launcher(), LocalLauncher)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    launcher = current_launcher()
+    assert isinstance(launcher, ExternalLauncher)
+    result: Any = launcher.run(FakeJob(), RecordingReporter())
+    assert result[0] == RankInfo(9, 16, 1, 8, node=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_of_an_external_launcher_shows_progress(rank: int) -> None:
+    reporter = RecordingReporter()
+    result: Any = ExternalLauncher(RankInfo(rank, 2, rank, 2)).run(FakeJob(), reporter)
+    _, used = result
+    assert used is reporter if rank == 0 else isinstance(used, SilentReporter)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "printing_ranks"),
+    [
+        (UsageError("refused"), 2, {None, 0}),
+        (RecordError("rank 0 hangs"), 3, {None, 0}),
+        (RecordError("rank 1 failed"), 3, {None, 0, 1}),
+        (CHECK, 1, {None, 0}),
+    ],
+)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_each_process_of_a_check_has_the_exit_code_and_the_right_ones_print(
+    rank: int | None, outcome: object, code: int, printing_ranks: set[int | None],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(outcome))
+    monkeypatch.setattr("os._exit", sys.exit)
+    for name in ("RANK", "WORLD_SIZE", *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    ended: object
+    try:
+        ended = cli.run(["check", "json:thing", "--layout", "contiguous"])
+    except RingprofError as error:
+        # `ringprof.cli.main` prints it, and ends with this code.
+        ended, shown = error.exit_code, True
+    except SystemExit as end:
+        ended, shown = end.code, any(capsys.readouterr())
+    else:
+        shown = any(capsys.readouterr())
+    assert (ended, shown) == (code, rank in printing_ranks)
