@@ -213,7 +213,11 @@ def documents_of(batch: Mapping[str, Any], positions: Tensor | None, length: int
     """
     if batch.get("cu_seq_lens_q") is not None:
         documents = [int(end) for end in batch["cu_seq_lens_q"].tolist()]
-        sharded = documents[-1] != length
+        if documents[-1] != length:
+            raise Unsupported(
+                f"the batch is already sharded, or cu_seq_lens_q, which ends at {documents[-1]}, is not that of its"
+                f" {length} tokens. Pass the whole batch, once"
+            )
     elif positions is None:
         return None
     else:
@@ -224,10 +228,10 @@ def documents_of(batch: Mapping[str, Any], positions: Tensor | None, length: int
         different, sharded = torch.stack([(breaks != breaks[:1]).any(), from_elsewhere]).tolist()
         if different and not sharded:
             raise Unsupported("batch entries pack different documents: use batches of one entry")
+        if sharded:
+            raise Unsupported(
+                "the batch is already sharded, or its position_ids are not those of its tokens: documents begin at"
+                " position 0. Pass the whole batch, once"
+            )
         documents = [0, *(breaks[0].nonzero().flatten() + 1).tolist(), length]
-    if sharded:
-        raise Unsupported(
-            "the batch is already sharded, or its position_ids or cu_seq_lens_q are not those of its tokens: documents"
-            " begin at position 0. Pass the whole batch, once"
-        )
     return documents if len(documents) > 2 else None
