@@ -7,6 +7,7 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 from __future__ import annotations
 
 import warnings
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -237,6 +238,8 @@ class Strategy(Expectations, ABC):
     """The exchange of heads before and after attention; None where there is none."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
     """Names of the kernels that can compute the blocks; empty: all."""
+    calls: ClassVar[int] = 0
+    """Number of calls of any strategy's attention in this process."""
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         self.comm = context.comm
@@ -398,6 +401,7 @@ class Strategy(Expectations, ABC):
         * ``softcap``: above 0, a score s becomes softcap · tanh(s / softcap) before the mask. Needs a kernel that
           supports it.
         """
+        Strategy.calls += 1
         if cu_seqlens is not None:
             if documents is not None:
                 raise Unsupported("documents and cu_seqlens are two names of the same argument: give one of them")
@@ -795,6 +799,26 @@ def mask_of_call(
         return mask
     except ValueError as error:
         raise Unsupported(str(error)) from None
+
+
+def positions_in_documents(positions: Tensor, documents: Sequence[int] | None) -> Tensor:
+    """Return the position of each token in its document, from those in the packed sequence. The host does not wait."""
+    if documents is None:
+        return positions
+    starts = torch.tensor(documents)
+    if positions.is_cuda:
+        starts = starts.pin_memory().to(positions.device, non_blocking=True)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def checksum(tensors: Iterable[Any]) -> int:
+    """Return a checksum of the integer tensors among ``tensors``, shapes included. Waits for those on a GPU."""
+    value = 0
+    for x in tensors:
+        if isinstance(x, Tensor) and x.dim() and not x.is_floating_point():
+            value = zlib.crc32(str(x.shape).encode(), value)
+            value = zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes(), value)
+    return value
 
 
 def _why_not_attention(q: Tensor, k: Tensor, v: Tensor) -> str | None:
