@@ -41,7 +41,7 @@ from ..kernels.kernel import Gradients
 from ..kernels.merge import Partial, Sum
 from ..masks.layouts import ALL, LAYOUTS, Block
 from ..transport.gradient_ring import GradientRing, add_and_cast_all, add_block_grads
-from ..transport.message import Message, unstacked
+from ..transport.message import Message, side_by_side, unstacked
 from ..transport.streams import SideStreams, side_streams
 
 
@@ -107,8 +107,9 @@ class Megatron(Strategy):
             tour = routing.tour(self.ring, None, [k, v])
             return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring)
         dq, last = Sum(q), self.comm.size - 1
-        # K and V of the forward pass are sent from where they lie, next to each other.
-        outgoing, keys_and_values = Message.pack([k, v]), (k, v)
+        # K and V of the forward pass are sent from where they lie, next to each other, whatever their size.
+        own_kv, keys_and_values = side_by_side(k, v), (k, v)
+        outgoing = Message([torch.stack([k, v]) if own_kv is None else own_kv])
         for step in range(self.comm.size):
             incoming = _StepMessage(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"

@@ -107,6 +107,14 @@ def touches_managed_memory() -> Program:
     return [b.run(GEMM, 460 * US, 500 * US, launched=2)], None
 
 
+def unknown_kernels(share: int) -> Program:
+    """Return two ranks whose kernels of unknown kind, which may communicate, take ``share`` percent of the time."""
+    builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
+    for b in builders:
+        b.run("ring_42", 0, share - 1).run("ring_43", share - 1, share).run(GEMM, share, 100)
+    return builders, None
+
+
 def launched_far_ahead() -> Program:
     """Return a program that launches every kernel long before it runs, with 3 us between kernels."""
     return [one_gpu(*((ADD, 13 * n, 13 * n + 10, n // 100) for n in range(200)))], None
@@ -397,6 +405,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
                                                     ("lap", 700, 900, 1))], None),
     "other compute, several": lambda: ([one_gpu(*((f"step{n}", 100 * n, 100 * n + 100, n) for n in range(9)))], None),
     "managed memory": touches_managed_memory,
+    "kernels of unknown kind": partial(unknown_kernels, 62),
+    "few kernels of unknown kind": partial(unknown_kernels, 9),
     "one rank, merging": merges,
     "launch-bound": launch_bound,
     "many short calls in one stretch": one_slow_stretch,

@@ -12,7 +12,7 @@ import pytest
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.errors import TraceFormatError
 from ringprof.scale.pipeline import attribute
-from ringprof.trace.columns import KERNEL, MEMCPY, NONE
+from ringprof.trace.columns import KERNEL, MEMCPY, NONE, Device
 from ringprof.trace.inputs import detect
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.kineto.event_list import Event
@@ -200,7 +200,8 @@ def test_npu_trace_is_read(tmp_path):
         "all_reduce": 400_000,
         "memcpy": 20_000,
     }
-    assert not read_traces([str(path)])[0].warnings
+    (trace,) = read_traces([str(path)])
+    assert (trace.warnings, trace.devices) == ([], [Device(0, "Ascend NPU")])
 
 
 def test_npu_tasks_are_joined_to_their_launches_by_arrows(tmp_path):

@@ -181,7 +181,7 @@ def _longest_parts(attribution: Attribution, summary: Summary) -> list[tuple[str
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     for kind in (row.kind for row in summary.kinds if row.kind in COMPUTE and row.kind not in merged and wall):
         label = KIND[kind].label + _longest_of_other(attribution, kind)
-        rows.append((kind, label, _busy_ns(attribution, kind) / wall))
+        rows.append((kind, label, busy_ns(attribution, kind) / wall))
     return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
 
 
@@ -196,7 +196,7 @@ def _longest_of_other(attribution: Attribution, kind: str) -> str:
 _LONGEST_NAME = 60
 
 
-def _busy_ns(attribution: Attribution, kind: str) -> int:
+def busy_ns(attribution: Attribution, kind: str) -> int:
     """Sum over ranks the time in which any activity of a kind runs."""
     kinds_by_rank = [rank.breakdown.kinds for rank in attribution.ranks]
     return sum(times[kind].busy_ns for times in kinds_by_rank if kind in times)

@@ -73,7 +73,9 @@ class Classified(msgspec.Struct, frozen=True):
 def classify(trace: Trace, user_rules: Sequence[Rule] = ()) -> Classified:
     """Classify every activity of a trace; ``user_rules`` come before the built-in rules."""
     launch = launches_of(trace)
-    rules = {index: rule_for(trace.names[index], user_rules) for index in distinct(trace.activities.name).tolist()}
+    device = next((device.name for device in trace.devices), "")
+    used = distinct(trace.activities.name).tolist()
+    rules = {index: rule_for(trace.names[index], user_rules, device) for index in used}
     kind, evidence = _classify_by_name(trace, rules, user_rules)
     _classify_by_launch(trace, launch, kind, evidence)
     _classify_by_operator(trace, launch, kind, evidence, rules)

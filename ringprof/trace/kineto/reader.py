@@ -170,7 +170,8 @@ def _trace(reading: _PassResult, name: str) -> Trace:
     rank_of_name = None if reading.second_list else rank_in_name(name)
     trace = Trace(
         path=name, names=list(collector.names), **tables,
-        collectives=[with_group(collective, groups) for collective in collector.collectives], devices=metadata.devices,
+        collectives=[with_group(collective, groups) for collective in collector.collectives],
+        devices=metadata.devices or collector.tracks.devices,
         rank=rank_of_name if metadata.rank is None else metadata.rank, world_size=metadata.world_size,
         host=metadata.host, groups=groups, base_ns=metadata.base_ns, producer=collector.tracks.producer,
         events_total=collector.total + reading.skipped,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ringprof.trace.columns import NONE, Activities, Trace
+from ringprof.trace.columns import NONE, Activities, Device, Trace
 from ringprof.trace.kineto.collectives import whole_number
 from ringprof.trace.kineto.event_list import UNREADABLE, Event
 
@@ -96,6 +96,11 @@ class Tracks:
                 self._streams[event.pid, event.tid] = int(stream[1])
             elif track := _COMMUNICATOR.fullmatch(text):
                 self._streams[event.pid, event.tid] = NONE if track["plane"] else 0
+
+    @property
+    def devices(self) -> list[Device]:
+        """Device that the names of the tracks tell, where the trace describes none: an NPU."""
+        return [] if self._npu is None else [Device(0, "Ascend NPU")]
 
     def device_event(self, event: Event) -> Event | None:
         """Return the event of a device track with its category, device and stream set; None for any other event."""
