@@ -7,20 +7,23 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 from __future__ import annotations
 
 import warnings
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
-from ringprof.workload.mask import Mask
+from ringprof.workload.mask import DOCUMENTS, WINDOW, Mask, integers
 
 from .annotate import ring_step
 from .catalog import names_with_masks
-from .errors import Unsupported
+from .errors import Unsupported, why_not_tensors
 from .first_order import first_order
 from .kernels.kernel import Gradients, Kernel, allocate_adjacent
 from .kernels.merge import (
@@ -32,7 +35,8 @@ from .kernels.merge import (
     wide_type,
     with_sinks,
 )
-from .kernels.registry import choose_kernel
+from .kernels.proof import Case, blocks_of, choose_proven
+from .kernels.registry import NOTHING_REFUSED, choose_kernel
 from .kernels.uncompiled import uncompiled
 from .masks.cache_layout import CacheLayout
 from .masks.document_layouts import DocumentsLayout as DocumentsLayout
@@ -61,8 +65,11 @@ _COMPARED_OPTIONS = (
 """Options that all ranks must call with alike, beside shapes and types."""
 _COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
 """Parts that ranks compare at every call, once there were packed documents: options, and shapes of tensors."""
+_PLAIN_MASKS = {causal: Mask(causal=causal) for causal in (True, False)}
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
+_Use = tuple[int, int, int, bool]
+"""Heads of q and of k, size of v's heads, and whether the mask is causal."""
 POSITIONS_KEPT = 8
 """Number of position tensors that a strategy caches."""
 _KEPT_DOCUMENTS = 4096
@@ -232,6 +239,8 @@ class Strategy(Expectations, Recoverable, ABC):
     """The exchange of heads before and after attention; None where there is none."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
     """Names of the kernels that can compute the blocks; empty: all."""
+    calls: ClassVar[int] = 0
+    """Number of calls of any strategy's attention in this process."""
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         self.comm = context.comm
@@ -286,12 +295,13 @@ class Strategy(Expectations, Recoverable, ABC):
     @classmethod
     def why_mask_unsupported(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
         """Return why this mask is not supported over ``seq`` tokens on ``size`` ranks; None where it is."""
-        if mask.plain:
-            return None
-        if not cls.takes_masks:
-            return f"takes no packed documents and no sliding window: those that do are {', '.join(names_with_masks())}"
         try:
             mask.check(seq)
+            if mask.plain:
+                return None
+            if not cls.takes_masks:
+                others = ", ".join(names_with_masks())
+                return f"takes no packed documents and no sliding window: those that do are {others}"
             if mask.documents and params.get("documents_layout", "packed") != "packed":
                 kind, layout = params["documents_layout"], cls.layout_for(size, **params)
                 return _indivisible(layout_for_documents(layout, kind, mask.documents, size), seq, size)
@@ -319,12 +329,13 @@ class Strategy(Expectations, Recoverable, ABC):
     def unshard(self, local: Tensor, dim: int = 1, *, documents: Documents = None) -> Tensor:
         """Gather the full tensor from every rank's shard, on every rank: the inverse of `shard`. Not differentiable."""
         full = torch.cat(self.comm.all_gather(local.detach()), dim)
+        documents = mask_of_call(documents, seq=full.shape[dim]).documents
         order = self.layout_of(documents).order(full.shape[dim], self.comm.size).to(full.device)
         return torch.empty_like(full).index_copy_(dim, order, full)
 
     def layout_of(self, documents: Documents = None) -> Layout:
         """Return the layout of a sequence that packs these documents (None: one)."""
-        packed = None if documents is None else Mask.of(documents=documents).documents
+        packed = mask_of_call(documents).documents
         if packed is None:
             return self.layout
         while len(_sharded_documents) >= _KEPT_DOCUMENTS:
@@ -377,9 +388,10 @@ class Strategy(Expectations, Recoverable, ABC):
         """Compute attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
         q is (B, S/N, H, D), k and v are (B, S/N, Hkv, D), sharded by `shard`. Returns out (B, S/N, H, D), or (out, lse)
-        with lse (B, H, S/N) in float32. Raises `Unsupported` for shapes, types and options that the strategy does not
-        support. Heads of v may be smaller (MLA): they travel without padding, but a block's work is that of the larger
-        size unless the kernel takes both. Under autocast q, k and v are cast as `scaled_dot_product_attention` does it.
+        with lse (B, H, S/N) in float32 (float64 for float64 input). Raises `Unsupported` for shapes, types and options
+        that the strategy does not support. Heads of v may be smaller (MLA): they travel without padding, but a block's
+        work is that of the larger size unless the kernel takes both. Under autocast q, k and v are cast as
+        `scaled_dot_product_attention` does it.
 
         * ``documents``, or ``cu_seqlens`` as in flash-attn: cumulative lengths, from 0 to S, of the documents that
           every batch entry packs. Tokens see only their own document. A tensor on a GPU makes the host wait for it.
@@ -391,6 +403,7 @@ class Strategy(Expectations, Recoverable, ABC):
         * ``softcap``: above 0, a score s becomes softcap · tanh(s / softcap) before the mask. Needs a kernel that
           supports it.
         """
+        Strategy.calls += 1
         if cu_seqlens is not None:
             if documents is not None:
                 raise Unsupported("documents and cu_seqlens are two names of the same argument: give one of them")
@@ -406,26 +419,31 @@ class Strategy(Expectations, Recoverable, ABC):
         if missing > 0:
             v = pad(v, (0, missing))
         q, scale = scaled_queries(q, softmax_scale)
-        window, packed = tuple(window_size), documents is not None
-        # A tensor on a GPU makes the host wait: copy it once.
-        documents = None if documents is None else tuple(map(int, getattr(documents, "tolist", lambda: documents)()))
+        try:
+            # A tensor on a GPU makes the host wait: copy it once.
+            documents = None if documents is None else integers(documents, DOCUMENTS)
+            window = integers(window_size, WINDOW)
+        except ValueError as error:
+            raise Unsupported(str(error)) from None
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         signed_scale = scale if softmax_scale is None else softmax_scale
+        packed = documents is not None
         options = causal, signed_scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
         self._check_call(q, k, v, options, documents)
         sharded_mask, seq, size = None, q.shape[1] * self.comm.size, self.comm.size
-        if packed or prefix or window != (-1, -1):
-            mask = mask_of_call(documents, window, causal=causal, prefix=prefix)
+        is_plain = not packed and not prefix and window == (-1, -1)
+        mask = (_PLAIN_MASKS.get(causal) if is_plain else None) or mask_of_call(
+            documents, window, causal=causal, prefix=prefix, seq=seq
+        )
+        if not mask.plain:
             reason = self.why_mask_unsupported(mask, seq, size, **self.parameters)
             if reason:
                 raise Unsupported(f"{type(self).__name__} {reason}")
             if mask.documents:
                 self._check_sharding(mask.documents)
-            sharded_mask = None if mask.plain else self.sharded_mask(mask, seq, size, **self.parameters)
-        needs: dict[str, Any] = {}
-        if sharded_mask or softcap:
-            needs = self._kernel_requirements(sharded_mask.mask if sharded_mask else None, softcap)
-        kernel = self.kernel_for(q, **needs)
+            sharded_mask = self.sharded_mask(mask, seq, size, **self.parameters)
+        use = q.shape[2], k.shape[2], v.shape[3], causal
+        kernel = self.kernel_for(q, use=use, **self._kernel_requirements(mask, softcap))
         call = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, sharded_mask)
         attend = self.differentiable
         out, lse = attend(call, q, k, v) if self.exchange is None else self.exchange.around(attend, call, q, k, v)
@@ -440,9 +458,9 @@ class Strategy(Expectations, Recoverable, ABC):
         result: Any = _Attention.apply(self, call, q, k, v)  # type: ignore[no-untyped-call]
         return result if call.lse_wanted else (result, None)
 
-    def _kernel_requirements(self, mask: Mask | None, softcap: float) -> dict[str, Any]:
+    def _kernel_requirements(self, mask: Mask, softcap: float) -> dict[str, Any]:
         """Return the features that the kernel must support, as arguments of `kernel_for`; empty if all kernels do."""
-        needs: dict[str, Any] = {} if mask is None else mask.asks_of_kernels()
+        needs: dict[str, Any] = mask.asks_of_kernels()
         if not softcap:
             return needs
         if not (0 < softcap < float("inf")):
@@ -468,27 +486,56 @@ class Strategy(Expectations, Recoverable, ABC):
     def kernel_class(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
         windows: bool = False, documents: bool = False, softcap: float = 0.0,
+        refused: Mapping[str, str] = NOTHING_REFUSED,
     ) -> type[Kernel]:  # fmt: skip
-        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`."""
+        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`.
+
+        ``refused``: why kernels are not used, by name.
+        """
         return choose_kernel(
             name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
-            documents=documents, softcap=softcap,
+            documents=documents, softcap=softcap, refused=refused,
         )  # fmt: skip
 
-    def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0) -> Kernel:
+    def kernel_for(
+        self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0,
+        use: _Use | None = None,
+    ) -> Kernel:  # fmt: skip
         """Return the kernel for blocks of tensors like ``q`` that supports ``windows``, ``documents`` and ``softcap``.
 
-        Raises `Unsupported` where it is not available.
+        With ``use``, collective the first time: the kernel has proven itself on all ranks, and calls without it then
+        return that kernel. Raises `Unsupported` where no kernel is available.
         """
-        key = q.device, q.dtype, q.shape[-1], windows, documents, softcap
+        key = type(q), q.device, q.dtype, q.shape[-1], windows, documents, softcap, use
         if key not in self._kernels:
-            chosen = self.kernel_class(
-                self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents,
-                softcap=softcap,
-            )  # fmt: skip
+            chosen = self._proven_class(q, use, softcap, {"windows": windows, "documents": documents})
             existing = (x for x in self._kernels.values() if type(x) is chosen and x.softcap == softcap)
-            self._kernels[key] = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            kernel = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            self._kernels[key] = self._kernels[(*key[:-1], None)] = kernel
         return self._kernels[key]
+
+    def _proven_class(self, q: Tensor, use: _Use | None, softcap: float, mask: dict[str, Any]) -> type[Kernel]:
+        """Return the kernel that `kernel_for` chooses; with ``use``, one that all ranks have found to be right."""
+        name, deterministic, size = self._kernel_name, self._deterministic, q.shape[-1]
+
+        def choose(refused: Mapping[str, str]) -> type[Kernel]:
+            options: dict[str, Any] = {"refused": refused} if refused else {}
+            return self.kernel_class(
+                name, q.device, q.dtype, size, deterministic=deterministic, softcap=softcap, **mask, **options
+            )
+
+        # Kernels of other packages' strategies compute in their own way, and the reference is the truth.
+        exempt = self.KERNELS or name == "reference" or q.is_meta or not q.is_floating_point()
+        if use is None or exempt or detect_fake_mode([q]) is not None:
+            return choose({})
+        heads, kv_heads, v_head_dim, causal = use
+        degree, trains = 1 if self.exchange is None else self.exchange.degree, self.phase == "training"
+        heads, kv_heads = heads // degree, max(1, lcm(kv_heads, degree) // degree)
+        group, shape = max(1, heads // kv_heads), (q.shape[0], kv_heads)
+        wanted = Case("", q.dtype, size, v_head_dim, group, softcap, deterministic, trains, shape)
+        blocks = blocks_of(causal=causal, several_ranks=self.ring_size > 1 or not trains, **mask)
+        settings = type(self), name
+        return choose_proven(choose, settings, wanted, blocks, q.device, self.comm.group, self.comm.gather_objects)
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels chosen so far."""
@@ -651,7 +698,7 @@ class Strategy(Expectations, Recoverable, ABC):
 
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
         """Return the positions of this rank's tokens among ``seq``, int64 on ``device``; the latest few are cached."""
-        layout = self.layout_of(documents)
+        layout = self.layout_of(mask_of_call(documents, seq=seq).documents)
         reason = _indivisible(layout, seq, self.comm.size)
         if reason:
             raise Unsupported(reason)
@@ -676,18 +723,9 @@ class Strategy(Expectations, Recoverable, ABC):
                 "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
             )
         key = (
-            self.comm.token,
-            q.shape,
-            k.shape,
-            v.shape,
-            q.dtype,
-            k.dtype,
-            v.dtype,
-            q.device,
-            k.device,
-            v.device,
-            options,
-        )
+            self.comm.token, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options,
+            type(q),
+        )  # fmt: skip
         compares, parts = self.comm.compares_calls(), {}
         if compares or documents is not None:
             call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
@@ -702,20 +740,17 @@ class Strategy(Expectations, Recoverable, ABC):
 
     def _check_new_call(self, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], *, alone: bool) -> None:
         """Check a kind of call that is new; with ``alone``, the ranks have compared it already."""
-        if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.shape[3:] > k.shape[3:]:
-            raise Unsupported(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
-        if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-            raise Unsupported(f"q, k and v must share batch, local sequence and head_dim: got {_shapes(q, k, v)}")
-        if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-            raise Unsupported(f"q, k and v must share type and device: got {q.dtype}, {k.dtype}, {v.dtype}")
-        shape = Shape(q.shape[0], q.shape[1] * self.comm.size, q.shape[2], k.shape[2], q.shape[3])
-        reason = self.why_unsupported(shape, self.comm.size, **self.parameters)
-        if reason:
-            raise Unsupported(reason)
-        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
+        problem = _why_not_attention(q, k, v)
+        if problem is None:
+            shape = Shape(q.shape[0], q.shape[1] * self.comm.size, q.shape[2], k.shape[2], q.shape[3])
+            problem = self.why_unsupported(shape, self.comm.size, **self.parameters)
+        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}", f"device {q.device.type}"
         described = (f"{name}={value}" for name, value in zip(_COMPARED_OPTIONS, options, strict=True))
         if not alone:
+            # Before the refusal: shapes that differ are what every rank has to hear of.
             self.comm.check_same_call("; ".join(("attention", *tensors, *described)))
+        if problem:
+            raise Unsupported(problem)
 
 
 _RENAMED_METHODS = {
@@ -753,12 +788,54 @@ def _alias_renamed_methods(cls: type) -> None:
 _alias_renamed_methods(Strategy)
 
 
-def mask_of_call(documents: Documents, window: Sequence[int], *, causal: bool, prefix: int) -> Mask:
-    """Return the mask of a call with these options. Raises `Unsupported` where they make no valid mask."""
+def mask_of_call(
+    documents: Documents, window: Sequence[int] = (-1, -1), *, causal: bool = True, prefix: int = 0,
+    seq: int | None = None,
+) -> Mask:  # fmt: skip
+    """Return the mask of a call with these options, over a sequence of ``seq`` tokens if that is known.
+
+    Raises `Unsupported` where they make no valid mask, and where the documents are not the whole sequence.
+    """
     try:
-        return Mask.of(documents, window, causal=causal, prefix=prefix)
+        mask = Mask.of(documents, window, causal=causal, prefix=prefix)
+        if seq is not None:
+            mask.check(seq)
+        return mask
     except ValueError as error:
         raise Unsupported(str(error)) from None
+
+
+def positions_in_documents(positions: Tensor, documents: Sequence[int] | None) -> Tensor:
+    """Return the position of each token in its document, from those in the packed sequence. The host does not wait."""
+    if documents is None:
+        return positions
+    starts = torch.tensor(documents)
+    if positions.is_cuda:
+        starts = starts.pin_memory().to(positions.device, non_blocking=True)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def checksum(tensors: Iterable[Any]) -> int:
+    """Return a checksum of the integer tensors among ``tensors``, shapes included. Waits for those on a GPU."""
+    value = 0
+    for x in tensors:
+        if isinstance(x, Tensor) and x.dim() and not x.is_floating_point():
+            value = zlib.crc32(str(x.shape).encode(), value)
+            value = zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes(), value)
+    return value
+
+
+def _why_not_attention(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why no strategy computes attention of these tensors; None where one may."""
+    if problem := why_not_tensors(q, k, v):
+        return problem
+    if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.shape[3:] > k.shape[3:]:
+        return f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}"
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        return f"q, k and v must share batch, local sequence and head_dim: got {_shapes(q, k, v)}"
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        return f"q, k and v must share type and device: got {q.dtype}, {k.dtype}, {v.dtype}"
+    return None
 
 
 def scaled_queries(q: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:

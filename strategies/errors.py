@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UnknownName(LookupError):
@@ -24,6 +25,15 @@ class PeerLost(RuntimeError):
 
 class RankRaised(PeerLost):
     """A rank has raised in the middle of a call. `Strategy.recover`, called on all ranks, makes the next call right."""
+
+
+def why_not_tensors(*tensors: Any) -> str | None:
+    """Return why no strategy computes with these tensors, DTensors or types that are not real; None where one may."""
+    if any(hasattr(x, "to_local") for x in tensors):
+        return "strategies take and return this rank's tensors, not DTensors: call to_local() on each"
+    if not all(x.is_floating_point() for x in tensors):
+        return f"strategies compute in real floating point: got {', '.join(str(x.dtype) for x in tensors)}"
+    return None
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

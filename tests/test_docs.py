@@ -191,7 +191,7 @@ def test_every_warning_of_a_report_is_in_the_docs() -> None:
     """Each code that the sources state must be on the page of its kind of input."""
     names = ("metrics", "logs", "without-a-profiler")
     pages = "".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in names)
-    folders = [ROOT / "ringprof" / name for name in ("trace", "analysis", "scale", "comm_logs", "kernel_tables")]
+    folders = [ROOT / "ringprof" / name for name in ("trace", "analysis", "scale", "printed")]
     sources = "".join(path.read_text("utf-8") for folder in folders for path in sorted(folder.rglob("*.py")))
     tables = "".join(re.findall(r"_ODDITIES = \{(.+?)\n\}", sources, re.DOTALL))
     codes = re.findall(r"Notice\(\s*\"([a-z_]+)\"", sources) + re.findall(r"^    \"([a-z_]+)\":", tables, re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -82,6 +83,26 @@ def test_invalid_masks_are_refused():
             Mask.of(window=window, prefix=prefix)
     with pytest.raises(ValueError, match="end at 4, and the sequence has 5"):
         Mask.of(documents=[0, 2, 4]).area(5)
+    windows: list[Any] = [5, None, (3,), (3.0, 0.0), (1, 2, 3), ("3", 0)]
+    for window in windows:
+        with pytest.raises(ValueError, match=r"^window_size is two integers, .*: not "):
+            Mask.of(window=window)
+    lengths: list[Any] = [8, [0.0, 8.0], [[0, 8], [0, 8]]]
+    for documents in lengths:
+        with pytest.raises(ValueError, match=r"^documents are cumulative lengths, integers in one dimension"):
+            Mask.of(documents=documents)
+    with pytest.raises(ValueError, match=r"^causal is True or False: not None$"):
+        Mask.of(causal=cast(Any, None))
+    with pytest.raises(ValueError, match=r"^prefix is a number of tokens"):
+        Mask.of(prefix=cast(Any, None))
+
+
+@pytest.mark.parametrize("documents", [[0, 20], [0, 60], [0, 20, 40], [0, 20, 60]])
+def test_documents_of_another_total_are_refused_a_single_one_too(documents):
+    Mask.of().area(48), Mask.of(documents=[0, 48]).area(48)  # equal masks, whose results are cached
+    for ask in (Mask.check, Mask.area, lambda mask, seq: list(mask.spans(seq))):
+        with pytest.raises(ValueError, match=f"^the documents end at {documents[-1]}, and the sequence has 48 tokens$"):
+            ask(Mask.of(documents=documents), 48)
 
 
 def test_one_document_is_a_plain_mask():

@@ -88,7 +88,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
     """Yield every compiled pattern at the top level of the modules that read and analyse files."""
     # Modules that parse the user's own input (conditions, times, groups) are excluded.
     names = ["ringprof.common.log_lines"]
-    for part in ("trace", "analysis", "report", "kernel_tables", "benchmark_logs"):
+    for part in ("trace", "analysis", "report", "printed"):
         package = importlib.import_module(f"ringprof.{part}")
         names += [module.name for module in pkgutil.walk_packages(package.__path__, f"ringprof.{part}.")]
     for module in names:

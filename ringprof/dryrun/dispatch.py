@@ -31,6 +31,8 @@ _READS_VALUES = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "item"
 _OVERWRITES = ("copy_", "fill_", "zero_")
 _FILLS = ("zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full")
 _COPIES = ("clone", "copy_", "_to_copy", "stack", "cat")
+_SELECTS_ROWS = ("index_select", "index_copy_")
+"""Operations that read and write selected rows alone: as many as their result or their last input has."""
 
 
 class ReadsTensorValues(Exception):
@@ -188,6 +190,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a kernel that reads ``inputs`` and writes ``outputs``, or its first input if it is in place."""
         name = info.name
         changed = [inputs[0]] if info.is_mutable and inputs and not outputs else []
+        if name in _SELECTS_ROWS:
+            outputs = inputs = outputs or inputs[-1:]
         if outputs or changed:
             reads = [] if name in _FILLS else inputs[1:] if changed and name in _OVERWRITES else inputs
             strided = name in _COPIES and not all(tensor.is_contiguous() for tensor in (*reads, *outputs, *changed))

@@ -22,9 +22,10 @@ causal mask, only to those up to its own position. Two documents, left = 2, caus
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 NO_LIMIT = -1
@@ -42,14 +43,18 @@ class Mask:
     """Number of keys before and after its own position that a query attends to; a causal mask allows none after it."""
     prefix: int = 0
     """Number of first tokens of a document that all its queries attend to, in addition to the window."""
+    total: int | None = field(default=None, compare=False, repr=False)
+    """Number of tokens of the documents that `of` was given, a single one included; None: not known."""
 
     def __post_init__(self) -> None:
+        if self.causal not in (True, False):
+            raise ValueError(f"causal is True or False: not {self.causal}")
         if self.prefix and (self.prefix < 0 or not self.windowed):
             raise ValueError(
                 f"a prefix of {self.prefix}: a number of tokens that are seen beside a window, which it needs"
             )
-        if any(side < NO_LIMIT for side in self.window):
-            raise ValueError(f"window_size {self.window}: a side is a number of tokens, or -1 for no limit")
+        if len(self.window) != 2 or any(side < NO_LIMIT for side in self.window):
+            raise ValueError(f"{WINDOW}: not {self.window}")
         if self.documents is not None:
             _check_documents(self.documents)
 
@@ -58,14 +63,13 @@ class Mask:
         cls, documents: Any = None, window: Sequence[int] = (-1, -1), *, causal: bool = True, prefix: int = 0
     ) -> Mask:
         """Create a mask; ``documents`` are cumulative lengths in any sequence of integers or a tensor, or None."""
-        left, right = window
-        cumulative = None
-        if documents is not None:
-            cumulative = tuple(int(length) for length in getattr(documents, "tolist", lambda: documents)())
+        cumulative = None if documents is None else integers(documents, DOCUMENTS)
+        if cumulative is not None:
             _check_documents(cumulative)
         # One document is stored as None, so that equal masks compare equal.
-        documents = cumulative if cumulative and len(cumulative) > 2 else None
-        return cls(causal, documents, (int(left), int(right)), int(prefix))
+        several = cumulative if cumulative and len(cumulative) > 2 else None
+        sides, (first,) = integers(window, WINDOW), integers((prefix,), "prefix is a number of tokens")
+        return cls(causal, several, sides, first, cumulative and cumulative[-1])  # type: ignore[arg-type]
 
     @property
     def plain(self) -> bool:
@@ -99,11 +103,13 @@ class Mask:
 
     def check(self, seq: int) -> None:
         """Raise ValueError if the documents do not have ``seq`` tokens in total."""
-        if self.documents is not None and self.documents[-1] != seq:
-            raise ValueError(f"the documents end at {self.documents[-1]}, and the sequence has {seq} tokens")
+        total = self.total if self.documents is None else self.documents[-1]
+        if total not in (None, seq):
+            raise ValueError(f"the documents end at {total}, and the sequence has {seq} tokens")
 
     def area(self, seq: int, queries: int | None = None) -> int:
         """Count the pairs of a query and a key that it attends to; with ``queries``, for each document's last ones."""
+        self.check(seq)  # equal masks may have other totals
         return _area(self, seq, queries)
 
     def scaled(self, seq: int, to: int) -> Mask:
@@ -111,7 +117,7 @@ class Mask:
 
         A document may lose all its tokens; a window and a prefix keep at least one.
         """
-        if seq == to or self.plain:
+        if seq == to:
             return self
         documents = self.documents and tuple(round(bound * to / seq) for bound in self.documents)
         left, right = (side if side < 0 else max(1, (side + 1) * to // seq) - 1 for side in self.window)
@@ -163,6 +169,18 @@ def _prefix_area(mask: Mask, queries: int, length: int) -> int:
     late = 0 if mask.left == NO_LIMIT else _clamped_sum(queries, length - queries - mask.left, keys)
     early = 0 if mask.causal or mask.right == NO_LIMIT else _clamped_sum(queries, keys - length - mask.right, keys)
     return late + early
+
+
+DOCUMENTS = "documents are cumulative lengths, integers in one dimension, the same for every batch entry"
+WINDOW = "window_size is two integers, the tokens before and after its own that a query attends to, -1 for all"
+
+
+def integers(values: Any, description: str) -> tuple[int, ...]:
+    """Return a sequence or tensor as integers. Raises ValueError, with the ``description``, where it holds others."""
+    try:
+        return tuple(map(index, getattr(values, "tolist", lambda: values)()))
+    except TypeError:
+        raise ValueError(f"{description}: not {' '.join(repr(values).split())[:60]}") from None
 
 
 def _check_documents(documents: Sequence[int]) -> None:

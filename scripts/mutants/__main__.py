@@ -25,7 +25,9 @@ from covering import Covering
 from fork import Watch, copy_checkout, in_fork, preload, run_pytest
 from sample import Mutant, sample
 
-PACKAGES = [*(f"ringprof/{name}" for name in ("analysis", "prediction", "record", "report", "trace")), "strategies"]
+PACKAGES = [
+    *(f"ringprof/{name}" for name in ("analysis", "prediction", "proof", "recording", "report", "trace")), "strategies",
+]  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("equivalent.md")
 Row = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rule import Rule
 
-ANALYSIS, TRACE, PREDICTION, RECORD = (f"ringprof/{name}" for name in ("analysis", "trace", "prediction", "record"))
+ANALYSIS, TRACE, PREDICTION, PROOF = (f"ringprof/{name}" for name in ("analysis", "trace", "prediction", "proof"))
 
 RULES = [
     # --- analysis ---------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ RULES = [
          "collectives between hosts have the latency of NVLink"),
     Rule(f"{PREDICTION}/network.py", "nics[0][1] != nics[1][1]:", "nics[0][1] == nics[1][1]:",
          "up-links slow the transfers inside rails, and no others"),
-    Rule(f"{PREDICTION}/flows.py", "        if neighbours:\n            self._share(neighbours, now)\n", "",
+    Rule(f"{PREDICTION}/simulator.py", "        if neighbours:\n            self._share(neighbours, now)\n", "",
          "flows do not get faster when others end"),
     Rule(f"{PREDICTION}/simulator.py", "drains = now + max(block.left_ns - block.times.tail_ns, 0.0) / block.rate",
          "drains = now + block.left_ns / block.rate",
@@ -121,14 +121,14 @@ RULES = [
          test="tests/strategies/test_masks.py"),
     Rule("strategies/transport/groups.py", "        _groups.clear()\n", "",
          "after torch.distributed was shut down and started again strategies use groups that are gone"),
-    # --- record -----------------------------------------------------------------------------------------
-    Rule(f"{RECORD}/check/dense.py", "own_rms.clamp_min(mean_rms)", "own_rms",
+    # --- proof ------------------------------------------------------------------------------------------
+    Rule(f"{PROOF}/dense.py", "own_rms.clamp_min(mean_rms)", "own_rms",
          "check calls a first token's small gradient wrong"),
-    Rule(f"{RECORD}/check/dense.py",
+    Rule(f"{PROOF}/dense.py",
          "~(error_by_token <= torch.maximum(bound, ERROR_FACTOR * kernel_rms_by_token))",
          "~(error_by_token <= bound)",
          "check calls a right attention wrong where its kernel has a bad token"),
-    Rule(f"{RECORD}/check/weights.py",
+    Rule(f"{PROOF}/weights.py",
          "edges = {0, seq - 1, *(edge for bound in workload.mask().documents or () for edge in (bound - 1, bound))}",
          "edges = {0, seq - 1}",
          "in long packed sequences leaks at the documents' edges are not seen"),

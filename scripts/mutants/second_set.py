@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rule import Rule
 
-ANALYSIS, TRACE, PREDICTION, RECORD, REPORT = (
-    f"ringprof/{name}" for name in ("analysis", "trace", "prediction", "record", "report")
+ANALYSIS, TRACE, PREDICTION, RECORDING, PROOF, REPORT = (
+    f"ringprof/{name}" for name in ("analysis", "trace", "prediction", "recording", "proof", "report")
 )
 
 RULES = [
@@ -120,26 +120,26 @@ RULES = [
          "available_bytes = machine.memory_bytes",
          "the given memory limit is ignored"),
     # --- record -----------------------------------------------------------------------------------------
-    Rule(f"{RECORD}/balance.py", "balance.steps or balance.busiest or 0.0", "balance.busiest or 0.0",
+    Rule(f"{PREDICTION}/balance.py", "balance.steps or balance.busiest or 0.0", "balance.busiest or 0.0",
          "layouts are ordered without the waiting in every ring step",
          test="tests/recording/test_masks.py"),
-    Rule(f"{RECORD}/estimate.py", "workload.cache_bytes() / world / gbps", "workload.cache_bytes() / gbps",
+    Rule(f"{RECORDING}/estimate.py", "workload.cache_bytes() / world / gbps", "workload.cache_bytes() / gbps",
          "the plan of decode reads the keys of all ranks on each"),
-    Rule(f"{RECORD}/estimate.py", "TIME_LIMIT_FACTOR * self.total_seconds / self.available_share",
+    Rule(f"{RECORDING}/estimate.py", "TIME_LIMIT_FACTOR * self.total_seconds / self.available_share",
          "TIME_LIMIT_FACTOR * self.total_seconds * self.available_share",
          "on a busy machine a recording is ended before it can be done"),
-    Rule(f"{RECORD}/verify.py", 'not in ("exact", "fp32")', 'not in ("exact",)',
+    Rule(f"{PROOF}/verify.py", 'not in ("exact", "fp32")', 'not in ("exact",)',
          "gradients that travel in float32 are allowed the rounding of bfloat16"),
-    Rule(f"{RECORD}/check/dense.py",
+    Rule(f"{PROOF}/dense.py",
          "~(error_by_token <= torch.maximum(bound, ERROR_FACTOR * kernel_rms_by_token))",
          "error_by_token > torch.maximum(bound, ERROR_FACTOR * kernel_rms_by_token)",
          "tokens that are not a number count as right"),
-    Rule(f"{RECORD}/dynamic_cp.py", "return {name: max((errors_of_step[name]",
+    Rule(f"{PROOF}/verify_steps.py", "return {name: max((errors_of_step[name]",
          "return {name: min((errors_of_step[name]",
          "with several group sizes the smallest error is shown in place of the largest"),
-    Rule(f"{RECORD}/kernel_rates.py", "10 * pairs / backward_ns", "8 * pairs / backward_ns",
+    Rule(f"{PREDICTION}/measured_rates.py", "10 * pairs / backward_ns", "8 * pairs / backward_ns",
          "the backward rate of kernels is a fifth too low"),
-    Rule(f"{RECORD}/monitor.py", "self.interval = max(int(interval.item()) for interval in intervals)",
+    Rule("ringprof/training/monitor.py", "self.interval = max(int(interval.item()) for interval in intervals)",
          "self.interval = min(int(interval.item()) for interval in intervals)",
          "monitoring takes more than its share of time on the slowest rank"),
     # --- report -----------------------------------------------------------------------------------------

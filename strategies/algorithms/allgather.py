@@ -2,9 +2,10 @@
 
 There is no ring, so no step waits for the previous one. The strategy is also a baseline that shows the value of a
 ring's overlap. During the gather, the rank computes the block with its own keys; then one or two full rectangles with
-the keys of all other ranks. The backward pass gathers again, because keeping all keys would cost their memory in every
-layer. It computes a part of its own block meanwhile, and returns dK and dV by reduce-scatter, overlapped with the rest
-of its own block.
+the keys of all other ranks. With packed documents too, these are two at most for each document, and varlen kernels
+compute the same one of all documents in one call. The backward pass gathers again, because keeping all keys would cost
+their memory in every layer. It computes a part of its own block meanwhile, and returns dK and dV by reduce-scatter,
+overlapped with the rest of its own block. The gradients that are summed take the memory of the gathered keys.
 
 Keys of other ranks that rank r of N needs with a causal mask:
 
@@ -22,7 +23,8 @@ its mask to the end of a key prefix. Our blocks are full or square causal, so th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -41,9 +43,10 @@ from ..base import (
     wire_type,
 )
 from ..kernels.kernel import Gradients
-from ..kernels.merge import Partial, Sum, accumulate, add_and_cast
+from ..kernels.merge import Partial, Sum, accumulate, add_and_cast, write_rows
 from ..masks.expected import contiguous_imbalance
 from ..masks.layouts import LAYOUTS, Block, Layout, part
+from ..masks.sharded_mask import ShardedMask
 from ..transport.ring_channel import Hop
 
 
@@ -69,6 +72,7 @@ class AllGather(Strategy):
         self.layout = LAYOUTS[layout]
         self.parameters |= {"layout": layout, "documents_layout": documents_layout, "grad_wire": grad_wire}
         self.parameters["heads_at_a_time"] = heads_at_a_time
+        self._captured: set[_RemoteKeys] = set()
         self.kv = self.comm.collective("kv")
         self.dkv = self.comm.collective("dkv")
 
@@ -148,17 +152,25 @@ class AllGather(Strategy):
             local_grads = [(first_block, call.backward(rows, q, k, v, first_block))]
         remote = self._remote_keys(q.shape[1], call)
         k_others, v_others = (remote.select(gather.wait()[0]) for gather in gathers)
-        wire = wire_type(self.parameters["grad_wire"], k)
-        dk_others, dv_others = (torch.zeros_like(x, dtype=wire) for x in (k_others, v_others))
+        remote_dk: list[tuple[slice, Tensor]] = []
+        remote_dv: list[tuple[slice, Tensor]] = []
         for step, block in enumerate(remote.blocks, 1):
             with ring_step("bwd", step, "block"):
-                grads = call.backward(rows, q, k_others, v_others, block)
+                block_dq, dk, dv = call.backward(rows, q, k_others, v_others, block)
             with ring_step("bwd", step, "merge"):
-                dq.add(grads[0], block.q)
-                accumulate(part(dk_others, block.kv), grads[1])
-                accumulate(part(dv_others, block.kv), grads[2])
+                dq.add(block_dq, block.q)
+            remote_dk.append((block.kv, dk))
+            remote_dv.append((block.kv, dv))
+            del block_dq, dk, dv
+        # The sums of all ranks' gradients take the place of the gathered keys.
         del k_others, v_others
-        scatters = [self.dkv.reduce_scatter(remote.scatter(x)) for x in (dk_others, dv_others)]
+        wire, scatters = wire_type(self.parameters["grad_wire"], k), []
+        for like, parts in ((k, remote_dk), (v, remote_dv)):
+            with ring_step("bwd", len(remote.blocks), "merge"):
+                sums = remote.scatter(parts, like, wire)
+            scatters.append(self.dkv.reduce_scatter(sums))
+            parts.clear()
+            del sums
         for block in held_back:
             with ring_step("bwd", self.comm.size, "block"):
                 local_grads.append((block, call.backward(rows, q, k, v, block)))
@@ -174,22 +186,35 @@ class AllGather(Strategy):
 
     def _remote_keys(self, local_seq: int, call: AttentionCall) -> _RemoteKeys:
         """Return the blocks of this rank's queries with the keys of all other ranks."""
-        rank, size, causal = self.comm.rank, self.comm.size, call.causal
-        if call.sharded_mask is not None:
-            return _RemoteKeys(size, local_seq, call.sharded_mask.blocks_with_others(rank))
-        if not causal or self.parameters["layout"] == "contiguous":
-            first_own, end_own = rank * local_seq, (rank + 1) * local_seq
-            blocks = [Block(kv=slice(0, first_own))] if first_own else []
-            if not causal and end_own < size * local_seq:
-                blocks.append(Block(kv=slice(end_own, size * local_seq)))
-            return _RemoteKeys(size, local_seq, blocks)
-        half = local_seq // 2
-        first, second = slice(0, half), slice(half, local_seq)
-        chunks = [*range(rank), *range(rank + 1, 2 * size - 1 - rank)]
-        blocks = [Block(first, slice(0, rank * half))] if rank else []
-        if chunks:
-            blocks.append(Block(second, slice(0, len(chunks) * half)))
-        return _RemoteKeys(size, local_seq, blocks, chunks)
+        is_zigzag = self.parameters["layout"] == "zigzag"
+        remote = _remote_keys(self.comm.rank, self.comm.size, local_seq, call.causal, is_zigzag, call.sharded_mask)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            # A CUDA graph reads the rows at each replay, when the cache may have dropped them.
+            self._captured.add(remote)
+        return remote
+
+
+@lru_cache(maxsize=16)
+def _remote_keys(
+    rank: int, size: int, local_seq: int, causal: bool, is_zigzag: bool, mask: ShardedMask | None
+) -> _RemoteKeys:
+    """Return the blocks of a rank's queries with the keys of all other ranks; cached for all layers and passes."""
+    if mask is not None:
+        block, ranges = mask.block_with_others(rank)
+        return _RemoteKeys(size, local_seq, [] if block is None else [block], ranges)
+    if not causal or not is_zigzag:
+        first_own, end_own = rank * local_seq, (rank + 1) * local_seq
+        blocks = [Block(kv=slice(0, first_own))] if first_own else []
+        if not causal and end_own < size * local_seq:
+            blocks.append(Block(kv=slice(end_own, size * local_seq)))
+        return _RemoteKeys(size, local_seq, blocks, [(0, first_own if causal else size * local_seq)])
+    half = local_seq // 2
+    chunks = [*range(rank), *range(rank + 1, 2 * size - 1 - rank)]
+    blocks = [Block(slice(0, half), slice(0, rank * half))] if rank else []
+    if chunks:
+        blocks.append(Block(slice(half, local_seq), slice(0, len(chunks) * half)))
+    firsts = (chunk * local_seq if chunk < size else (2 * size - 1 - chunk) * local_seq + half for chunk in chunks)
+    return _RemoteKeys(size, local_seq, blocks, [(first, first + half) for first in firsts])
 
 
 def select_heads(rows: Rows, index: int, q: Tensor, k: Tensor, some_k: Tensor) -> Rows:
@@ -204,40 +229,59 @@ def select_heads(rows: Rows, index: int, q: Tensor, k: Tensor, some_k: Tensor) -
     return Rows(dout, rows.lse[:, heads].contiguous(), out, delta)
 
 
-@dataclass(frozen=True)
 class _RemoteKeys:
-    """Blocks of a rank's queries with the gathered keys of the other ranks.
+    """Blocks of a rank's queries with the gathered keys of the other ranks that they see."""
 
-    ``chunks`` are the zigzag chunks needed, in the order in which the blocks index keys. With None, the blocks index
-    the keys in rank order, and nothing is copied.
-    """
-
-    size: int
-    local_seq: int
-    blocks: list[Block]
-    chunks: list[int] | None = None
+    def __init__(self, size: int, local_seq: int, blocks: list[Block], ranges: list[tuple[int, int]]) -> None:
+        """Select the keys in ``ranges`` (first, end) of all ranks' rows, in the order in which blocks index them."""
+        self.blocks, self._size, self._seq = blocks, size, local_seq
+        self._ranges = [(first, end) for first, end in ranges if first < end]
+        self._rows: dict[tuple[int, torch.device], Tensor | slice] = {}
 
     def select(self, gathered: Tensor) -> Tensor:
         """Select the needed keys (B, S', Hkv, D) from the gathered ones (N, B, S, Hkv, D)."""
-        if self.chunks is None:
-            return gathered.transpose(0, 1).flatten(1, 2)
-        pieces = [gathered[rank][:, part] for rank, part in map(self._owner, self.chunks)]
-        return torch.cat(pieces, dim=1) if pieces else gathered[0][:, :0]
+        batch, *head = gathered.shape[1], *gathered.shape[3:]
+        rows, flat = self._rows_on(gathered.device, batch), gathered.flatten(0, 2)
+        if not isinstance(rows, slice):
+            some = flat.index_select(0, rows)
+        else:
+            # A view keeps all gathered keys in memory: not for less than half of them.
+            some = flat[rows] if 2 * (rows.stop - rows.start) >= len(flat) else flat[rows].clone()
+        return some.view(batch, len(some) // batch, *head)
 
-    def scatter(self, gradients: Tensor) -> Tensor:
-        """Return gradients of the needed keys as (N, B, S, Hkv, D), zero elsewhere: the inverse of `select`."""
-        batch, _, heads, head_dim = gradients.shape
-        if self.chunks is None:
-            return gradients.view(batch, self.size, self.local_seq, heads, head_dim).transpose(0, 1)
-        full = gradients.new_zeros(self.size, batch, self.local_seq, heads, head_dim)
-        half = self.local_seq // 2
-        for index, (rank, rows) in enumerate(map(self._owner, self.chunks)):
-            full[rank][:, rows] = gradients[:, index * half : (index + 1) * half]
-        return full
+    def scatter(self, parts: list[tuple[slice, Tensor]], like: Tensor, wire: torch.dtype) -> Tensor:
+        """Return the sum of gradients of the needed keys as (N, B, S, Hkv, D) in ``wire``, zero for all other keys.
 
-    def _owner(self, chunk: int) -> tuple[int, slice]:
-        """Return the rank that holds a zigzag chunk, and the rows of the chunk there."""
-        half = self.local_seq // 2
-        if chunk < self.size:
-            return chunk, slice(0, half)
-        return 2 * self.size - 1 - chunk, slice(half, self.local_seq)
+        ``parts`` are gradients and their rows among the needed keys; they are overwritten. ``like`` is (B, S, Hkv, D).
+        """
+        batch, _, *head = like.shape
+        full = like.new_zeros((self._size * batch * self._seq, *head), dtype=wire)
+        rows = self._rows_on(like.device, batch)
+        # The largest first: the others are added to it where it covers all needed keys.
+        parts = sorted(parts, key=lambda x: -x[1].shape[1])
+        if isinstance(rows, slice):
+            for kv, gradient in parts:
+                accumulate(part(full[None, rows], kv), gradient)
+        elif parts:
+            kv, total = parts[0]
+            if total.dtype != wire or total.shape[1] * batch < len(rows):
+                total = write_rows(like.new_empty((batch, len(rows) // batch, *head), dtype=wire), kv, total)
+            for kv, gradient in parts[1:]:
+                accumulate(part(total, kv), gradient)
+            full.index_copy_(0, rows, total.flatten(0, 1))
+        return full.view(self._size, batch, self._seq, *head)
+
+    def _rows_on(self, device: torch.device, batch: int) -> Tensor | slice:
+        """Return the rows of the needed keys among the gathered ones of a batch, one rank's entries after another's.
+
+        They are a slice where one entry's follow each other, else int64 on the device.
+        """
+        if (batch, device) not in self._rows:
+            ranges = self._ranges or [(0, 0)]
+            self._rows[batch, device] = slice(ranges[0][0], ranges[-1][1])
+            if batch > 1 or any(end != first for (_, end), (first, _) in pairwise(ranges)):
+                row = torch.cat([torch.arange(*span, device="cpu") for span in ranges])
+                entry = torch.arange(batch, device="cpu")[:, None]
+                index = row // self._seq * (batch * self._seq) + row % self._seq + entry * self._seq
+                self._rows[batch, device] = index.flatten().to(device, non_blocking=True)
+        return self._rows[batch, device]

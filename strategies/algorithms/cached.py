@@ -19,7 +19,7 @@ from ringprof.workload.mask import Mask
 
 from ..annotate import ring_step
 from ..base import AttentionCall, Context, Rows, Shape, Strategy, mask_of_call, scaled_queries
-from ..errors import Unsupported
+from ..errors import Unsupported, why_not_tensors
 from ..kernels.kernel import Gradients
 from ..kernels.merge import merge_rows, wide_type, with_sinks
 from ..kernels.uncompiled import uncompiled
@@ -154,8 +154,10 @@ class Cached(Strategy):
         layout = self.cache_layout(kv_length, new, chunks)
         self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
         call = AttentionCall(
-            self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal, cache_layout=layout
-        )
+            self.kernel_for(
+                q, use=(q.shape[2], k.shape[2], v.shape[3], causal), **self._kernel_requirements(mask, softcap)
+            ), scale, causal, cache_layout=layout,
+        )  # fmt: skip
         out, lse = self.compute(call, mask, q, k, v, kv_length)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -183,11 +185,11 @@ class Cached(Strategy):
         one of them does. ``inferred``: the caller did not give the length.
         """
         lengths = str(layout) if self.depends_on_length(new, mask) else None
-        problem, rank = None, self.comm.global_rank(self.comm.rank)
+        problem, rank = why_not_tensors(q, k, v), self.comm.global_rank(self.comm.rank)
         keys, queries = layout.key_count(self.cache_rank), len(self.query_positions(new))
         said = f"kv_length={layout.kv_length} with {new} new tokens"
-        if inferred and lengths is None:
-            # The ranks infer different lengths, of which none is used.
+        if problem or (inferred and lengths is None):
+            # Where the ranks infer different lengths, none is used.
             pass
         elif new > layout.kv_length:
             problem = f"kv_length={layout.kv_length} is less than the {new} new tokens, which it includes"

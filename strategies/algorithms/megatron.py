@@ -107,9 +107,9 @@ class Megatron(Strategy):
             tour = routing.tour(self.ring, None, [k, v])
             return self.backward_over_ring(call, rows, q, k, v, tour, gradient_ring)
         dq, last = Sum(q), self.comm.size - 1
-        # K and V of the forward pass are sent from where they lie, next to each other.
-        whole = side_by_side(k, v)
-        outgoing, keys_and_values = Message([torch.stack([k, v]) if whole is None else whole]), (k, v)
+        # K and V of the forward pass are sent from where they lie, next to each other, whatever their size.
+        own_kv, keys_and_values = side_by_side(k, v), (k, v)
+        outgoing = Message([torch.stack([k, v]) if own_kv is None else own_kv])
         for step in range(self.comm.size):
             incoming = _StepMessage(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"

@@ -90,8 +90,14 @@ def ringprof_output_with_delta(
     unit = gradient / divisor[:, None]
     batch, query, head = (rows // heads // seq).to(tl.int64), (rows // heads) % seq, rows % heads
     row_delta = tl.load(delta + (batch * heads + head) * seq + query, mask=rows < count, other=0.0)
-    ratio = tl.where(largest > 0, row_delta / divisor / tl.sum(unit * unit, 1), 0.0)
-    tl.store(out + offset, unit * ratio[:, None], mask=mask)
+    squares = tl.sum(unit * unit, 1)
+    # As in the plain form, one column takes what the rounding of the others lacks.
+    left_out = squares >= 2.0
+    ratio = tl.where(largest > 0, row_delta / divisor / tl.where(left_out, squares - 1.0, squares), 0.0)
+    is_rest = (columns[None, :] == tl.argmax(tl.abs(unit), 1)[:, None]) & left_out[:, None]
+    value = tl.where(is_rest, 0.0, unit * ratio[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    lacking = row_delta - tl.sum(gradient * value, 1)
+    tl.store(out + offset, tl.where(is_rest, unit * (lacking / divisor)[:, None], value), mask=mask)
 
 
 def merge_into(out: Tensor, old_out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, first: int) -> None:

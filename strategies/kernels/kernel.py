@@ -1,7 +1,8 @@
 """Kernel interface: one block of attention on one device, forward and backward.
 
-Tensors are (B, S, H, D) for q, out and dout, (B, S, Hkv, D) for k and v, and (B, H, S) float32 for the LSE (natural
-logarithm). A block is full, or causal and square, or a set of rectangles (`MaskBlocks`). Every kernel counts its FLOPs.
+Tensors are (B, S, H, D) for q, out and dout, (B, S, Hkv, D) for k and v, and (B, H, S) for the LSE (natural logarithm,
+in float32; float64 for float64). A block is full, or causal and square, or a set of rectangles (`MaskBlocks`). Every
+kernel counts its FLOPs.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Kernel(ABC):
 
     Otherwise, kv heads are repeated and gradients summed.
     """
+    packages: ClassVar[tuple[str, ...]] = ("torch.lib",)
+    """Importable names of the packages whose files the results depend on."""
+    compiles_by_heads = False
+    """Whether the kernel is compiled on a GPU for each batch and number of heads."""
 
     def __init__(self, *, deterministic: bool = False, softcap: float = 0.0) -> None:
         if softcap and not self.takes_softcap:
@@ -61,11 +66,6 @@ class Kernel(ABC):
         self.deterministic, self.softcap = deterministic, softcap
         self.flops = 0
         self.calls = {"forward": 0, "backward": 0}
-
-    @classmethod
-    def build_takes_softcap(cls, device: torch.device) -> bool:
-        """Return whether the installed build of the kernel computes a softcap; asked only if it ``takes_softcap``."""
-        return cls.takes_softcap
 
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = (torch.bfloat16, torch.float16)
     """Supported data types; None: any."""

@@ -250,6 +250,8 @@ def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """Compute a replacement for O whose row product with dO is ``delta``: dO · delta / rowsum(dO²), 0 where dO is 0.
 
     A flash backward pass uses O only for delta = rowsum(dO · O), so it computes the same gradients from this tensor.
+    The column where dO is largest is left out and takes what the rounding of the others lacks: where a softmax is
+    saturated, gradients are what is left of delta. It is not left out where it is more than half of rowsum(dO²).
     Shapes: dout (B, S, H, D), delta (B, H, S); the result has dout's shape and type.
     """
     fused = _fused(dout)
@@ -258,10 +260,16 @@ def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
         return replacement
     dout_f = dout.to(wide_type(dout))
     # Divide each row by its largest element first, because squares of very small numbers would underflow.
-    largest = dout_f.abs().amax(-1, keepdim=True)
-    unit = dout_f / largest.masked_fill(largest == 0, 1)
-    ratio = delta.transpose(1, 2).unsqueeze(-1) / largest / unit.square().sum(-1, keepdim=True)
-    return (unit * ratio.masked_fill(largest == 0, 0)).to(dout.dtype)
+    largest, column = dout_f.abs().max(-1, keepdim=True)
+    divisor, delta = largest.masked_fill(largest == 0, 1), delta.transpose(1, 2).unsqueeze(-1)
+    unit = dout_f / divisor
+    squares = unit.square().sum(-1, keepdim=True)
+    left_out = squares >= 2
+    ratio = (delta / divisor / (squares - left_out.to(squares.dtype))).masked_fill(largest == 0, 0)
+    out = (unit * ratio).scatter(-1, column, (unit * ratio).gather(-1, column).masked_fill(left_out, 0)).to(dout.dtype)
+    lacking = delta - (dout_f * out.to(dout_f.dtype)).sum(-1, keepdim=True)
+    rest = torch.where(left_out, lacking / divisor * unit.gather(-1, column), out.gather(-1, column))
+    return out.scatter(-1, column, rest.to(dout.dtype))
 
 
 def lift_tiny_rows(dout: Tensor, delta: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -73,17 +73,37 @@ class ShardedMask:
                 parts += self._in_document(q_pieces, kv_pieces[document], bounds[document], own=q_rank == kv_rank)
         return parts
 
-    def blocks_with_others(self, q_rank: int) -> list[Block]:
-        """Return the block of ``q_rank``'s queries with all others' keys in rank order, as a list of at most one."""
-        local = self.seq // self.size
-        parts = [
-            part.shifted(0, kv_rank * local)
-            for kv_rank in range(self.size)
-            if kv_rank != q_rank
-            for part in self.parts(q_rank, kv_rank)
-        ]
-        block = block_of(joined(parts), local, self.seq)
-        return [] if block is None else [block]
+    def block_with_others(self, q_rank: int) -> tuple[Block | None, list[tuple[int, int]]]:
+        """Return the block of ``q_rank``'s queries with the others' keys that they see, and where these keys lie.
+
+        The block counts the keys of a document in the order of their positions, so that consecutive ones make one part
+        however many ranks hold them. They lie in the rows (first, end) of all ranks' keys, one rank's after another's.
+        """
+        local, count = self.seq // self.size, 0
+        parts: list[AttnRectangle] = []
+        ranges: list[tuple[int, int]] = []
+        bounds = self.mask.documents or (0, self.seq)
+        for document, q_pieces in self._queries[q_rank].items():
+            held = sorted(
+                (piece.first, rank * local + piece.row, piece.tokens)
+                for rank in range(self.size) if rank != q_rank
+                for piece in self._keys[rank].get(document, ())
+            )  # fmt: skip
+            rows = list(accumulate((tokens for *_, tokens in held), initial=0))
+            kv_pieces: list[_Piece] = []
+            for (first, _, tokens), row in zip(held, rows, strict=False):
+                if kv_pieces and sum(kv_pieces[-1][1:]) == first:
+                    kv_pieces[-1] = kv_pieces[-1]._replace(tokens=kv_pieces[-1].tokens + tokens)
+                else:
+                    kv_pieces.append(_Piece(row, first, tokens))
+            seen = self._in_document(q_pieces, kv_pieces, bounds[document], own=False)
+            for first, end in _union([(x.kv_first, x.kv_end) for x in seen]):
+                parts += [x.shifted(0, count - first) for x in seen if first <= x.kv_first < end]
+                count += end - first
+                for (_, source, tokens), row in zip(held, rows, strict=False):
+                    if max(first, row) < min(end, row + tokens):
+                        ranges.append((source + max(first - row, 0), source + min(end - row, tokens)))
+        return block_of(parts, local, count), ranges
 
     @cached_property
     def steps(self) -> int:
@@ -154,6 +174,17 @@ class ShardedMask:
                     row, position, left = row + count, position + count * stride, left - count
                 document += 1
         return pieces
+
+
+def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the rows of all spans (first, end), as spans that do not touch each other."""
+    result: list[tuple[int, int]] = []
+    for first, end in sorted(spans):
+        if result and first <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((first, end))
+    return result
 
 
 @lru_cache(maxsize=16)

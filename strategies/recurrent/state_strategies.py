@@ -29,7 +29,7 @@ from ringprof.workload.recurrences import RECURRENCES, recurrence_flops
 
 from ..algorithms.ulysses import HeadExchange
 from ..annotate import ring_step
-from ..errors import Unsupported
+from ..errors import Unsupported, why_not_tensors
 from ..first_order import first_order
 from ..kernels.merge import wide_type
 from ..kernels.uncompiled import uncompiled
@@ -317,10 +317,7 @@ class RecurrentStrategy(Recoverable, ABC):
             mask.check(seq)
         except ValueError as error:
             raise Unsupported(str(error)) from None
-        bounds = (0, seq) if mask.documents is None else mask.documents
-        if cu_seqlens is not None and int(cu_seqlens[-1]) != seq:
-            raise Unsupported(f"the documents end at {int(cu_seqlens[-1])}, and the sequence has {seq} tokens")
-        return bounds
+        return (0, seq) if mask.documents is None else mask.documents
 
     def _check_call(
         self, operator: str, documents: tuple[int, ...], tensors: Sequence[Tensor], final: bool = False,
@@ -328,14 +325,13 @@ class RecurrentStrategy(Recoverable, ABC):
     ) -> None:  # fmt: skip
         """Check that the tensors fit, and that all ranks make the same call. Raises `Unsupported`."""
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if len(shapes) > 2 and (problem := _problem(*shapes, initial=initial)):
+        problem = why_not_tensors(*tensors) or (len(shapes) > 2 and _problem(*shapes, initial=initial))
+        if problem:
             raise Unsupported(problem)
         if any(tensor.device != tensors[0].device for tensor in tensors):
             raise Unsupported("all tensors must be on one device")
         if len({tensor.dtype for tensor in tensors[:3]}) > 1 and len(shapes) > 2:
             raise Unsupported(f"q, k and v must share a type: got {', '.join(str(x.dtype) for x in tensors[:3])}")
-        if not tensors[0].is_floating_point():
-            raise Unsupported(f"recurrences compute in floating point: got {tensors[0].dtype}")
         if self.comm.size > 1:
             kind = f"{operator} of shapes {shapes}, {tensors[0].dtype}, {final=}, initial={initial is not None}"
             self.comm.compare_call({"documents": documents, "call": kind}, may_pass=tensors[0].is_cuda)

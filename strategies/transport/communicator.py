@@ -166,6 +166,14 @@ class Communicator:
         if self._can_talk():
             compare_call(self.group, call, self.processes, may_pass=may_pass, hops=hash_of_hops(self.group))
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Gather a small ``value`` of every rank, in rank order; this rank's alone where the ranks cannot talk."""
+        if not self._can_talk():
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def _can_talk(self) -> bool:
         """Return whether there are other ranks, and this one can exchange messages with them now."""
         if self.size == 1 or self.group is None:

@@ -55,6 +55,7 @@ _OPERATION_WORDS = 6
 """64-bit words of a CUstreamBatchMemOpParams: the kind of operation, address, value, flags, and two more."""
 _RELEASED = 2**30
 """Added to a counter to release the streams that wait for it: more than any number of hops."""
+_DEVICE = "cuda"
 _MOST_IN_FLIGHT = 32
 """Hops remembered before finished ones are removed; the watchdog removes finished hops, too."""
 
@@ -246,10 +247,12 @@ class CopyRing:
     def free_slot(self, layout: MessageLayout) -> list[Tensor]:
         """Return the buffers of a message in the slot where the last hop arrived, to be sent next.
 
-        The next hop arrives in the other slot.
+        The next hop arrives in the other slot. Where slots are too small, the buffers lie elsewhere: slots grow only in
+        `post`, since a rank that reserves would wait there for ranks that do not.
         """
-        slots = self._slots_of(layout.slot_bytes)
-        return slots.received(layout, slots.number).buffers
+        if self.slots is None or self.grows_for(layout):
+            return [torch.empty(shape, dtype=dtype, device=torch.device(_DEVICE)) for dtype, shape in layout.buffers]
+        return self.slots.received(layout, self.slots.number).buffers
 
     def waiting_since(self) -> float | None:
         """Return when the wait for the oldest unfinished hop began; None where there is none.

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -95,10 +96,14 @@ class HopComparison:
             if is_new and not compares_calls(group):
                 check_same_call(group, f"hop {number}, of {_described(channel, layout)}")
             return False
-        word, first = (number & 0xFFFFFFFF) << 32 | self.hash, number % _HISTORY * self._size
+        size = self._size
+        word, first = (number & 0xFFFFFFFF) << 32 | self.hash, number % _HISTORY * size
         words[first + self._rank] = word
-        if words[first : first + self._size].tolist().count(word) != self._size or words[-1]:
-            self._raise_if_different()
+        row = words[first : first + size].tolist()
+        if row.count(word) != size:
+            # A rank that has refused a hop posts no more, so that the row stays incomplete.
+            if words[-1] or any([other != word and other >> 32 == word >> 32 for other in row]):
+                self._raise_if_different()
             if waits or (is_new and not compares_calls(group)):
                 self.wait()
                 return False
@@ -112,10 +117,10 @@ class HopComparison:
             now = time.monotonic()
             if now > looked_at + 1:
                 looked_at = now
-                ended = [rank for rank in missing if not os.path.exists(f"/proc/{self._processes[rank]}")]
+                ended = [rank for rank in missing if _has_ended(self._processes[rank])]
                 if ended or now - begin > timeout().total_seconds():
-                    problem = "has ended" if ended else "does not come"
-                    raise PeerLost(f"rank {(ended or missing)[0]} {problem} to {self._own(self._number)}")
+                    problem = "has ended before" if ended else "does not come to"
+                    raise PeerLost(f"rank {(ended or missing)[0]} {problem} {self._own(self._number)}")
             if now - begin < _SPINNING_S:
                 os.sched_yield()
             else:
@@ -163,6 +168,15 @@ class HopComparison:
     def _own(self, number: int) -> str:
         channel, layout = self._recent[number - self._number - 1]
         return f"rank {self._ranks[self._rank]}'s hop {number}, of {_described(channel, layout)}"
+
+
+def _has_ended(process: int | None) -> bool:
+    """Return whether a process has ended, even if its parent does not know yet."""
+    try:
+        _, _, state = Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(") ")
+    except OSError:
+        return True
+    return state[0] in "ZX"
 
 
 def _described(channel: str, layout: MessageLayout) -> str:

@@ -39,6 +39,8 @@ class MessageLayout:
     """Byte offset of each tensor in a slot: without gaps where one buffer holds all tensors."""
     slot_bytes: int
     """Bytes of a slot that holds the tensors."""
+    size_bytes: int
+    """Bytes of all tensors, which are sent."""
     unpack: _Unpack | None
     """Splits the one buffer into the tensors; None where each tensor is a buffer."""
 
@@ -110,7 +112,7 @@ class Message:
     @property
     def size_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum([buffer.nbytes for buffer in self.buffers])
+        return self.layout.size_bytes
 
 
 def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
@@ -143,14 +145,14 @@ def layout_of(shapes: Shapes) -> MessageLayout:
     if len(shapes) == 1 or any(size % ALIGNED for size in sizes):
         room = [-(-size // _ALIGNED_APART) * _ALIGNED_APART for size in sizes]
         *offsets, slot_bytes = accumulate(room, initial=0)
-        return MessageLayout(shapes, shapes, offsets, slot_bytes, None)
+        return MessageLayout(shapes, shapes, offsets, slot_bytes, sum(sizes), None)
     *offsets, slot_bytes = accumulate(sizes, initial=0)
     if len(set(shapes)) == 1:
         dtype, shape = shapes[0]
         buffer, unpack = (dtype, (len(shapes), *shape)), unstacked
     else:
         buffer, unpack = (torch.int32, (slot_bytes // torch.int32.itemsize,)), partial(_split_buffer, shapes)
-    return MessageLayout(shapes, (buffer,), offsets, slot_bytes, unpack)
+    return MessageLayout(shapes, (buffer,), offsets, slot_bytes, slot_bytes, unpack)
 
 
 def unstacked(buffer: Tensor) -> list[Tensor]:

@@ -30,7 +30,7 @@ def load_tiled(monkeypatch):
 
     def load(*paths: Any, tile: int = 2, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(api, "MOST_IN_MEMORY", 0)
+            patch.setattr("ringprof.results.load.MOST_IN_MEMORY", 0)
             patch.setattr(pipeline, "_TILE", tile)
             return load_together(paths, **{"jobs": 1, **options})
 

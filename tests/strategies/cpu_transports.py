@@ -152,12 +152,15 @@ def copies_on_cpu(timing: str, folder: str, *, can: bool = True) -> Iterator[Non
 
     def post_over_nan(ring: copy_engine.CopyRing, message: Message) -> Any:
         slots = ring._slots_of(message.layout.slot_bytes)
+        assert slots.slot_bytes >= message.layout.slot_bytes, "a slot is smaller than its message"
         start = (slots.number + 1) % copy_engine.SLOTS * slots.slot_bytes
         slots.memory[start : start + slots.slot_bytes] = 255
         return post(ring, message)
 
     def reserve_nan(ring: copy_engine.CopyRing, layout: MessageLayout) -> list[torch.Tensor]:
-        slots = ring._slots_of(layout.slot_bytes)
+        slots = ring.slots
+        if slots is None or ring.grows_for(layout):
+            return free_slot(ring, layout)
         start = slots.number % copy_engine.SLOTS * slots.slot_bytes
         slots.memory[start : start + slots.slot_bytes] = 255
         return free_slot(ring, layout)
@@ -183,7 +186,7 @@ def copies_on_cpu(timing: str, folder: str, *, can: bool = True) -> Iterator[Non
             (copy_engine.CopyRing, "post", post_over_nan), (copy_engine.CopyRing, "free_slot", reserve_nan),
             (symmetric, "empty", memory.empty), (symmetric, "rendezvous", memory.rendezvous),
             (torch_transport, "copy_if_in_other_slot", copy_if_needed), (copy_engine, "_rings", {}),
-            (copy_engine, "_GROWS_BY", 256),
+            (copy_engine, "_GROWS_BY", 1040), (copy_engine, "_DEVICE", "cpu"),
         ):  # fmt: skip
             stack.enter_context(patch.object(target, name, value))
         yield

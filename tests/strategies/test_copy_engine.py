@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import math
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -60,6 +62,9 @@ class _Streams:
                 self.queue(stream, partial(setattr, counter, "value", value))
         return 0
 
+    def write(self, stream: Any, address: int, value: int, _: int) -> int:
+        return self.queue(stream, partial(setattr, ctypes.c_uint32.from_address(address), "value", value))
+
     def copy(self, target: int, source: int, size_bytes: int, _: int, stream: Any) -> int:
         return self.queue(stream, lambda: ctypes.memmove(target, source, size_bytes))
 
@@ -90,6 +95,7 @@ class _Member:
             self._ring = cast(Any, copy_engine.CopyRing(cast(Any, None), 0, 0, {}))
         self.slots: Any = SimpleNamespace(
             slot_bytes=256, counters=2 * 256, number=0, own=own, following=following, previous=previous,
+            memory=memory[rank],
             received=lambda layout, number: Message(*copy_engine.views_in_slot(memory[rank], 256, layout, number % 2)),
         )  # fmt: skip
         self._ring.slots = self.slots
@@ -116,9 +122,7 @@ class _Member:
         self._streams.queue(self._compute, lambda: self.log.append(float(buffer.mean())))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(10))
-def test_copied_hops_bring_every_message_in_whichever_order_streams_run(size, seed, monkeypatch):
+def _members(size: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[_Streams, list[_Member]]:
     events, streams = itertools.count(), _Streams(seed)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(copy_engine, "_event", lambda: SimpleNamespace(cuda_event=next(events), query=lambda: False))
@@ -126,7 +130,13 @@ def test_copied_hops_bring_every_message_in_whichever_order_streams_run(size, se
     monkeypatch.setattr(copy_engine, "_cuda", lambda: streams)
     monkeypatch.setattr(copy_engine, "timeout", lambda: timedelta(1))
     memory = [torch.zeros(2 * 256 + 256, dtype=torch.uint8) for _ in range(size)]
-    members = [_Member(rank, streams, memory) for rank in range(size)]
+    return streams, [_Member(rank, streams, memory) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_copied_hops_bring_every_message_in_whichever_order_streams_run(size, seed, monkeypatch):
+    streams, members = _members(size, seed, monkeypatch)
     for number in range(6):
         for rank, member in enumerate(members):
             member.post_pass(10.0 * number + rank)
@@ -134,6 +144,29 @@ def test_copied_hops_bring_every_message_in_whichever_order_streams_run(size, se
     for rank, member in enumerate(members):
         tour = [float((rank - step) % size) for step in range(size)]
         assert member.log == [10 * number + x for number in range(6) for x in [*tour, tour[1] + 0.5]]
+
+
+def test_streams_go_on_with_nan_when_a_ring_is_released(monkeypatch):
+    """The other member posts nothing: its hops never arrive, and it tells of no free slot."""
+    streams, (member, _) = _members(2, 0, monkeypatch)
+    member.post_pass(1.0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream="other"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    member._ring.release()
+    # Another thread releases the ring, so that this one may still post hops.
+    member.post_pass(2.0)
+    streams.run()
+    assert [x for x in member.log if not math.isnan(x)] == [1.0, 2.0] and len(member.log) == 6
+
+
+def test_finished_hops_are_forgotten_without_the_watchdog(monkeypatch):
+    streams, members = _members(2, 0, monkeypatch)
+    monkeypatch.setattr(copy_engine, "_event", lambda: SimpleNamespace(cuda_event=object(), query=lambda: True))
+    for _ in range(2 * copy_engine._MOST_IN_FLIGHT):
+        for member in members:
+            member.post_pass(0.0)
+        streams.run()
+    assert len(members[0]._ring._in_flight) <= copy_engine._MOST_IN_FLIGHT
 
 
 def test_outgrown_copy_buffers_are_freed_at_once(monkeypatch):

@@ -62,7 +62,7 @@ def strides_seen(rank: int, world: int) -> list[str]:
         for case in [case for case in CASES if world in case.worlds]:
             strategy = create(case.name, kernel="reference", **case.params)
             kernel = Recording()
-            strategy.kernel_for = lambda q, kernel=kernel: kernel
+            strategy.kernel_for = lambda q, kernel=kernel, **_: kernel
             for causal in (True, False):
                 for turned in (False, True):
                     q, k, v, dout = (strategy.shard(x) for x in full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringprof.strategies import Unsupported, create
+from ringprof.strategies.errors import PeerLost
 from ringprof.strategies.transport import hop_comparison
 from ringprof.strategies.transport.hop_comparison import HopComparison
 from ringprof.strategies.transport.message import Message, layout_of, shapes_of
@@ -89,12 +91,9 @@ def unequal_hops(rank: int, hops: dict[int, list[Any]], waits: bool) -> tuple[in
 def test_a_known_hop_in_the_place_of_another_is_refused_where_it_differs():
     equal = [TWO, ONE, TWO]
     hops = {0: [*equal, TWO, ONE, ONE], 1: [*equal, ONE, ONE, ONE], 2: [*equal, TWO, ONE, ONE]}
-    (_, first), (_, different), (_, last) = run_ranks(3, unequal_hops, hops, False)
-    assert different.startswith(
-        "the ranks post different hops: rank 0 has another than rank 1's hop 4, of channel 'kv'"
-    )
-    assert last == "another rank has refused hop 4, which differs between ranks"
-    assert first in ("", last)  # the rank that was ahead of the others notices with its next hop
+    refusals = {text for _, text in run_ranks(3, unequal_hops, hops, False)} - {""}  # the first rank need not know yet
+    assert any(text.startswith("the ranks post different hops: rank") for text in refusals)
+    assert all("'s hop 4, of channel 'kv'" in text or "has refused hop 4, " in text for text in refusals)
 
 
 @pytest.mark.processes
@@ -122,6 +121,34 @@ def hops_between_documents(rank: int) -> str:
 def test_ranks_of_several_hosts_compare_their_hops_with_the_next_documents():
     texts = run_ranks(2, hops_between_documents)
     assert texts[0] == texts[1] and "hash of the hops before" in texts[0]
+
+
+def beside_one_that_has_left(rank: int) -> str:
+    group: Any = dist.group.WORLD
+    comparison = HopComparison(group, create("ring").comm.processes)
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(PeerLost) as lost:
+        comparison.check(group, "kv", layout_of(TWO))
+    raise RuntimeError(str(lost.value))
+
+
+@pytest.mark.processes
+def test_a_rank_that_has_ended_is_named_with_the_hop():
+    with pytest.raises(AssertionError, match="rank 1 has ended before rank 0's hop 1, of channel 'kv'"):
+        run_ranks(2, beside_one_that_has_left)
+
+
+def on_another_device(rank: int) -> str:
+    q = torch.randn(1, 8, 2, 8, device="meta" if rank else "cpu")
+    with pytest.raises(Unsupported) as refusal:
+        create("ring", kernel="reference").attention(q, q, q)
+    return str(refusal.value)
+
+
+def test_tensors_on_devices_of_two_kinds_are_refused():
+    message = "the ranks do not ask for the same: rank 0 for device cpu, rank 1 for device meta"
+    assert run_ranks(2, on_another_device) == [message] * 2
 
 
 def test_a_layout_follows_from_shapes_and_not_from_buffers():

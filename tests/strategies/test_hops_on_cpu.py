@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringprof.strategies import Unsupported, create
+from ringprof.strategies.kernels.merge import Partial
+from ringprof.strategies.transport.streams import SIDE_STREAMS, SideStreams
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, relative_error
 from tests.strategies.cpu_transports import copies_on_cpu, noted_hops, poisoned_nccl
@@ -127,6 +130,36 @@ def _carried(rank: int, can: list[bool], folder: str) -> tuple[set[str], float]:
     return {operation for _, _, operation, _ in strategy.comm.meter.sent}, max(error for _, error in errors)
 
 
+class JoinedStreams(SideStreams):
+    """Side streams that know which results the current stream may read."""
+
+    def __init__(self) -> None:
+        self.joined: set[int] = set()
+
+    def join(self, results: Iterable[torch.Tensor]) -> None:
+        self.joined |= {id(result) for result in results}
+
+
+def merged_before_joined(rank: int) -> tuple[int, int]:
+    """Return how many blocks megatron merges, and how many of them before its streams have joined."""
+    merged, streams = [], JoinedStreams()
+    merge = Partial.merge
+
+    def noted(partial: Partial, out: torch.Tensor, *args: Any) -> None:
+        merged.append(id(out) in streams.joined)
+        merge(partial, out, *args)
+
+    with patch.dict(SIDE_STREAMS, cpu=lambda device, count: streams), patch.object(Partial, "merge", noted):
+        strategy = create("megatron", kernel="reference")
+        q = torch.randn(1, 16, 2, 8)
+        strategy.attention(q, q, q)
+    return len(merged), merged.count(False)
+
+
+def test_megatron_merges_blocks_after_its_streams_have_joined():
+    assert run_ranks(2, merged_before_joined) == [(2, 0)] * 2
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("can", "way"), [([True, True], "copy"), ([True, False], "send_recv"), ([False, False], "send_recv")]
@@ -138,10 +171,11 @@ def test_auto_uses_copies_if_every_rank_supports_them(can, way, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: f"{problem.batch}x{problem.head_dim}")
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
 @pytest.mark.parametrize(
-    ("transport", "timing"), [("copy", "late"), ("copy", "early"), ("nccl", "late"), ("nccl", "early")]
+    ("size", "timing"),
+    [(2, "late"), (3, "late"), (4, "late"), (2, "early"), *(pytest.param(n, "early", marks=LONG) for n in (3, 4))],
 )
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_hops_are_exact_and_laid_out_alike(size, transport, timing, problem):
     degrees = {"ulysses_degree", "ring_degree", "ring_window"}
     fits = (lambda case: not degrees & set(case.params)) if size == 3 else (lambda case: size in case.worlds)

@@ -124,6 +124,19 @@ def test_output_with_delta_carries_delta_for_tiny_gradients(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_output_with_delta_is_as_exact_as_float32(dtype):
+    torch.manual_seed(0)
+    dout, delta = torch.randn(2, 32, 3, 64).to(dtype), torch.randn(2, 3, 32)
+    carried = (dout.double() * merge.output_with_delta(dout, delta).double()).sum(-1).transpose(1, 2)
+    # float16 has no numbers below 2^-24.
+    assert torch.allclose(carried, delta.double(), rtol=1e-5, atol=2.0**-22 if dtype == torch.float16 else 0)
+    # Where one column is all of dO, or more than half of its square, the replacement is no larger than before.
+    dout[..., 1:] *= 2.0**-10
+    largest = merge.output_with_delta(dout, delta).abs().amax(-1)
+    assert torch.all(largest.transpose(1, 2) <= 2 * delta.abs() / dout[..., 0].abs().transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_without_gradient_carry_the_lse_gradient(dtype):
     torch.manual_seed(0)
     dout, delta = torch.randn(1, 8, 2, 16).to(dtype), torch.randn(1, 2, 8)

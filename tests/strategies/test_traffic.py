@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ringprof.dryrun.schedule import AttentionOp, CommStart, MemoryOp
+from ringprof.prediction.schedules import schedule
 from ringprof.strategies import create, names
 from ringprof.strategies.transport import groups
+from ringprof.workload.workload import Workload
 from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, over_the_ranks
 from tests.strategies.ranks import run_ranks
 
@@ -64,6 +68,27 @@ FORMULAS: dict[str, tuple[int, int]] = {
     # Some heads at a time: the same bytes, in as many times the messages.
     "allgather-layout=zigzag-heads_at_a_time=1": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
 }
+
+
+@pytest.mark.parametrize("kind", ["packed", "per_document", "dealt"])
+def test_packed_documents_take_two_calls_more_and_the_bytes_of_one_document(kind):
+    lengths = (700, 30, 1536, 75, 3000, 150, 350, 1536, 9007)
+    workload = Workload(
+        seq=sum(lengths), heads=8, kv_heads=2, head_dim=64, causal=True, backward=True, dtype="bf16", documents=lengths
+    )
+    params = {"layout": "zigzag", "documents_layout": kind}
+    programs = schedule("allgather", workload, 8, params=params, kernel="flash-attn-3").programs
+    for program in programs:
+        calls = Counter(op.phase for op in program.ops if isinstance(op, AttentionOp))
+        # A call for a rank's own keys, one for the head chunks and one for the tail chunks, also where chunks are cut.
+        assert calls["forward"] == calls["backward"] <= 3
+        assert sum(isinstance(op, MemoryOp) for op in program.ops) < 60
+        # Two gathers in each pass, and two reduce-scatters, of a shard of K in bf16 to each peer.
+        sent = [op.messages for op in program.ops if isinstance(op, CommStart)]
+        assert sent == [(workload.seq // 8 * 2 * 64 * 2,)] * 6
+    assert max(sum(isinstance(op, AttentionOp) for op in program.ops) for program in programs) == 2 * (
+        3 if kind == "per_document" else 2
+    )
 
 
 # Heads of v that are half as large as those of q and k: K and V together, and O beside Q.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from ringprof.integrations.batches import shard_batch
 from ringprof.strategies import Unsupported, create, names
-from tests.strategies.cases import WorkloadShard, inputs, relative_error
+from tests.strategies.cases import CASES, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
 ODD = WorkloadShard(seq=16, heads=4, kv_heads=4, dtype=torch.float32)
@@ -77,6 +82,22 @@ def test_inputs_that_are_broadcast(dim, kernel):
     assert errors_of(create("ring", kernel=kernel), full, lambda x: x.narrow(dim, 0, 1).expand_as(x)) < 1e-13
 
 
+def odd_bytes(rank: int, dtype: torch.dtype) -> dict[str, float]:
+    """Return the largest error of every case; K has 40 bytes per rank, which 16 does not divide."""
+    full = inputs(WorkloadShard(seq=8, kv_heads=1, head_dim=5, dtype=dtype))
+    return {
+        str(case): errors_of(create(case.name, kernel="cpu-flash", **case.params), full)
+        for case in CASES if 2 in case.worlds
+    }  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_heads_of_any_number_of_bytes(dtype, most):
+    for errors in run_ranks(2, odd_bytes, dtype):
+        assert not {case: error for case, error in errors.items() if error > most}
+
+
 # --- scales -----------------------------------------------------------------------------------------------
 
 
@@ -90,6 +111,109 @@ def test_a_negative_scale(kernel):
 def test_a_scale_that_is_refused(name, scale):
     with pytest.raises(Unsupported, match=rf"^softmax_scale is a finite number other than 0 .*: not {scale}$"):
         create(name).attention(*inputs(WorkloadShard(seq=8))[:3], softmax_scale=scale)
+
+
+def saturated(rank: int) -> dict[str, list[float]]:
+    """Return the errors of dQ, dK and dV in bf16 where scores are in the thousands."""
+    problem = WorkloadShard(seq=256, heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16, kernel="cpu-flash")
+    q, k, v, dout = inputs(problem)
+    full = [60 * q, 60 * k, v]
+    leaves = [x.double().requires_grad_() for x in full]
+    plain(*leaves, scale=1 / 8)[0].backward(dout.double())
+    errors = {}
+    for name in ("zigzag", "burst"):
+        strategy = create(name, kernel=problem.kernel)
+        local = [strategy.shard(x).requires_grad_() for x in full]
+        strategy.attention(*local).backward(strategy.shard(dout))
+        gradients: list[tuple[Any, Any]] = [(x.grad, y.grad) for x, y in zip(local, leaves, strict=True)]
+        errors[name] = [relative_error(strategy.unshard(value), true) for value, true in gradients]
+    return errors
+
+
+@pytest.mark.processes
+def test_burst_is_as_exact_as_zigzag_where_scores_are_large():
+    for errors in run_ranks(2, saturated):
+        assert all(a <= 1.2 * b for a, b in zip(errors["burst"], errors["zigzag"], strict=True)), errors
+
+
+# --- arguments --------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one number": ({"window_size": 5}, r"window_size is two integers, .*: not 5$"),
+    "no window": ({"window_size": None}, r"window_size is two integers, .*: not None$"),
+    "one side": ({"window_size": (3,)}, r"window_size is two integers, .*: not \(3,\)$"),
+    "floats": ({"window_size": (3.0, 0.0)}, r"window_size is two integers, .*: not \(3\.0, 0\.0\)$"),
+    "causal": ({"causal": None}, "causal is True or False: not None$"),
+    "documents of each row": (
+        {"cu_seqlens": torch.tensor([[0, 4, 16]] * 2)},
+        r"documents are cumulative lengths, integers in one dimension, the same for every .*: not tensor\(\[\[ ?0, +4",
+    ),
+    "too few tokens": ({"documents": [0, 12]}, "the documents end at 12, and the sequence has 16 tokens$"),
+    "too many tokens": ({"documents": [0, 20]}, "the documents end at 20, and the sequence has 16 tokens$"),
+    "two documents": ({"documents": [0, 8, 12]}, "the documents end at 12, and the sequence has 16 tokens$"),
+}
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(Unsupported) as error:
+        call()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("name", ["ring", "ulysses", "torch-cp"])
+def test_an_argument_that_is_refused(name, options, words):
+    x = torch.randn(1, 16, 4, 8)
+    assert re.match(words, refusal(lambda: create(name).attention(x, x, x, **options)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+@pytest.mark.parametrize("name", ["zigzag", "ring-prefill"])
+def test_types_that_are_not_real_are_refused(name, dtype):
+    x = torch.ones(1, 16, 4, 8, dtype=dtype)
+    assert refusal(lambda: create(name).attention(x, x, x)).startswith("strategies compute in real floating point: got")
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag"])
+@pytest.mark.parametrize("documents", [[0, 40], [0, 60], [0, 20, 40], [0, 20, 60]])
+def test_sharding_never_drops_or_repeats_tokens(name, documents):
+    strategy, x = create(name), torch.arange(48)
+    calls = [
+        lambda: strategy.shard(x, 0, documents=documents), lambda: strategy.positions(48, documents=documents),
+        lambda: strategy.unshard(x, 0, documents=torch.tensor(documents)),
+    ]  # fmt: skip
+    for call in calls:
+        assert refusal(call) == f"the documents end at {documents[-1]}, and the sequence has 48 tokens"
+
+
+@pytest.mark.parametrize("lengths", [[0, 40], [0, 60], [0, 20, 40]])
+def test_a_batch_whose_documents_end_elsewhere_is_refused(lengths):
+    batch = {"input_ids": torch.zeros(1, 48, dtype=torch.int64), "cu_seq_lens_q": torch.tensor(lengths)}
+    text = refusal(lambda: shard_batch(batch, create("zigzag")))
+    assert f"cu_seq_lens_q, which ends at {lengths[-1]}, is not that of its 48 tokens" in text
+
+
+def refused_by_one_rank(rank: int) -> list[str]:
+    """Return the refusals of DTensors, of unequal shards, and of a type that one rank alone has."""
+    strategies, messages = [create(name) for name in ("zigzag", "ulysses")], []
+    x = torch.randn(1, 8, 4, 8)
+    ones = DTensor.from_local(x, init_device_mesh("cpu", (2,)), [Shard(1)])
+    uneven, typed = x if rank else torch.randn(1, 9, 4, 8), x.long() if rank else x
+    for strategy in strategies:
+        full = torch.randn(1, 16, 4, 8)
+        strategy.attention(full, full, full)  # local tensors of the DTensor's shape
+        messages += [refusal(partial(strategy.attention, y, y, y)) for y in (ones, uneven, typed)]
+    return messages
+
+
+@pytest.mark.processes
+def test_every_rank_says_why_a_call_is_refused():
+    first, second = run_ranks(2, refused_by_one_rank)
+    for words, others in zip(first, second, strict=True):
+        assert words == others
+    assert first[0].startswith("strategies take and return this rank's tensors, not DTensors: call to_local()")
+    assert "(1, 9, 4, 8)" in first[1] and "(1, 8, 4, 8)" in first[1]
+    assert "float32" in first[2] and "int64" in first[2]
 
 
 # --- torch's own ring -------------------------------------------------------------------------------------
