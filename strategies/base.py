@@ -723,8 +723,8 @@ class Strategy(Expectations, Recoverable, ABC):
                 "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
             )
         key = (
-            self.comm.token, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options,
-            type(q),
+            self.comm.token, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            options, type(q),
         )  # fmt: skip
         compares, parts = self.comm.compares_calls(), {}
         if compares or documents is not None:

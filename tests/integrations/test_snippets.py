@@ -33,7 +33,8 @@ BLOCKS = {
     f"{path.name} {number}": block
     for path in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL))
-    if re.search(r"\bloss = |\.loss\b", block)
+    # The loop that skips a batch runs in tests/strategies/test_one_rank_raises.py.
+    if re.search(r"\bloss = |\.loss\b", block) and "recoverable" not in block
 }
 
 
