@@ -13,7 +13,8 @@ from ringprof.analysis.findings.summary import Communication
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
-from ringprof.report.sections import SECTIONS, annotated, by_shape, kernels, layers
+from ringprof.report.sections import SECTIONS
+from ringprof.report.sections.listings import LISTINGS
 from ringprof.trace.columns import Notice
 
 REPORT_SCHEMA = "ringprof.report/1"
@@ -73,11 +74,7 @@ def _explanation(findings: Findings) -> JsonObject:
         },
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
         "other_kernels": msgspec.to_builtins(waterfall.kernels) if waterfall.kernels != NOTHING_KNOWN else None,
-        "kernels": kernels.items(findings),
-        "annotations": annotated.items(findings),
-        "layers": layers.items(findings),
-        "gemms": by_shape.gemm_items(findings),
-        "collectives": by_shape.collective_items(findings),
+        **{table.name: table.items(findings) for table in LISTINGS},
         "inference": msgspec.to_builtins(findings.inference),
         "step_rates": msgspec.to_builtins(findings.step_rates),
         "clocks": {

@@ -60,8 +60,7 @@ def run_document(findings: Findings, paths: Sequence[str], name: str) -> Documen
         content = section.html(findings, page) if section.html else None
         if content is not None:
             folded = section.name not in _OPEN_SECTIONS
-            meaning = MEANINGS.get(section.name, "")
-            sections.append(PageSection(section.name, section.title, meaning, content, folded))
+            sections.append(PageSection(section.name, section.title, section.meaning, content, folded))
     attribution = findings.attribution
     first: tuple[str, ...] = _FIRST_SECTIONS
     if any(warning.code not in NOTES for warning in attribution.warnings):

@@ -16,6 +16,7 @@ from ringprof.analysis.timeline.host_activity import HOST_CLASSES
 from ringprof.analysis.timeline.idle import BLOCKED, CAUSES, GAP, GAP_NS, HOST, IdleCauses, IdleEvent, causes_of_ranks
 from ringprof.common.json_object import JsonObject
 from ringprof.report import palette
+from ringprof.report.listing import RANK, Field, FieldTable
 from ringprof.report.page import bars
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table, text_table
@@ -216,14 +217,24 @@ def _event_items(causes: IdleCauses) -> list[JsonObject]:
     return [dict(zip(("class", "name", "time_ns"), item, strict=True)) for item in (*kept, *left)]
 
 
-def rows(findings: Findings) -> list[JsonObject]:
-    """List one row per rank, cause, class and name, for the data frame."""
-    return [
-        {"rank": idle_rank.rank.rank, "cause": event.cause, "class": event.event_class, "name": event.name,
-         "time_ns": event.time_ns, "share": event.time_ns / idle_rank.causes.total_ns}
+IDLE = FieldTable(
+    "idle",
+    lambda findings: [
+        {**msgspec.structs.asdict(event), "rank": idle_rank.rank.rank, "class": event.event_class,
+         "share": event.time_ns / idle_rank.causes.total_ns}
         for idle_rank in known_idle(findings)
         for event in idle_rank.causes.events
-    ]  # fmt: skip
+    ],
+    (
+        RANK,
+        Field("cause", "host: next activity not launched yet; gap: launched, starts within 5 µs; blocked: starts "
+              "later"),
+        Field("class", "for host time, what the launching thread did; else the cause"),
+        Field("name", "innermost host event; for blocked time, what it waited for, if known; may be empty"),
+        Field("time_ns", "idle time with this cause, class and name; all rows of a rank sum to its idle_ns"),
+        Field("share", "share of the rank's idle_ns, 0..1"),
+    ),
+)  # fmt: skip
 
 
 # --- page -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import mean
+from ringprof.report.listing import ITERATION, RANK, SPAN, Field, FieldTable
 from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import MEANINGS
@@ -25,6 +26,35 @@ _SOURCE_NOTES = {
 }
 
 
+STEPS = FieldTable(
+    "steps",
+    lambda findings: [
+        {**msgspec.structs.asdict(step), "duration_ns": step.end_ns - step.start_ns} for step in findings.steps
+    ],
+    (
+        RANK,
+        ITERATION,
+        Field("phase", "fwd or bwd", Column("pass")),
+        Field("call", "which attention call of the iteration and phase, from 0", Column("call", "count")),
+        Field("step", "number of the ring step in its pass, from 0", Column("step", "count")),
+        *SPAN,
+        Field("block_ns", "union of the step's attention kernels", Column("block", "time")),
+        Field("compute_ns", "time in the step in which anything computes"),
+        Field("hops", "exchanges that the block should hide", Column("hops", "count")),
+        Field("bytes", "bytes that these send", Column("MB", "bytes")),
+        Field("wait_ns", "sum of their waits; missing where one's is not known", Column("wait", "time")),
+        Field("wire_ns", "sum of their wires; missing where one's is not known", Column("wire", "time")),
+        Field("exposed_ns", "communication within the step with no computation beside it", Column("exposed", "time")),
+        Field("exposed_wire_ns", "of exposed_ns, with something on the wire"),
+        Field("bound", "what the step's length came from: compute, wire or peer", Column("bound by"),
+              shown=lambda bound: bound or "not known"),
+        Field("source", "what tells the steps: ringprof, annotation or order"),
+        Field("duration_ns", "", Column("step", "time"), json=""),
+    ),
+    ("rank", "phase", "call", "step", "block_ns", "duration_ns", "hops", "bytes", "wait_ns", "wire_ns", "exposed_ns",
+     "bound"),
+    of_few_ranks=True,
+)  # fmt: skip
 COLUMNS = (
     Column(""), Column("block", "time"), Column("step", "time", 2), Column("hops", drop=1), Column("wait", "time"),
     Column("wire", "time"), Column("exposed", "time"), Column("of it\nwire", "time", 3), Column("bound by"),
@@ -92,25 +122,15 @@ def _means(steps: Sequence[Step]) -> list[Any]:
 
 def json(findings: Findings) -> ReportParts:
     """Build the ``steps`` of the JSON report, one per rank and step; empty for very many ranks."""
-    return {"steps": [msgspec.to_builtins(step) for step in findings.steps] if findings.lists_steps else []}
+    return {"steps": STEPS.items(findings)}
 
 
 def html(findings: Findings, page: PageContext) -> Content | None:
     """Build a heat map of exposed time and a table of steps; None without steps and for very many ranks."""
     if not findings.lists_steps or not findings.steps:
         return None
-    columns = (
-        Column("rank", "count"), Column("pass"), Column("call", "count"), Column("step", "count"),
-        Column("block", "time"), Column("step", "time"), Column("hops", "count"), Column("MB", "bytes"),
-        Column("wait", "time"), Column("wire", "time"), Column("exposed", "time"), Column("bound by"),
-    )  # fmt: skip
-    rows = [
-        [step.rank, step.phase, step.call, step.step, step.block_ns, step.end_ns - step.start_ns, step.hops, step.bytes,
-         step.wait_ns, step.wire_ns, step.exposed_ns, step.bound or "not known"]
-        for step in findings.steps
-    ]  # fmt: skip
     heat_map = page.figures.waiting(findings.steps, [rank.rank for rank in findings.attribution.ranks])
     origin = origins_of(findings.attribution)
     spans = [span_of(step.rank, step.start_ns, step.end_ns, origin) for step in findings.steps]
-    table = Table("", columns, rows, "run.steps()").page("span", spans)
+    table = STEPS.table(findings, "", "run.steps()").page("span", spans)
     return Content(heat_map, [table], [MEANINGS["waiting"]] if heat_map else [])
