@@ -49,7 +49,7 @@ class FieldTable(NamedTuple):
     title: str = ""
     """Title in the terminal."""
     nothing: Callable[[Findings], str] = lambda findings: ""
-    """Function that returns the sentence to print where there are no rows."""
+    """Function that returns the sentence to print where there are no rows; empty to print nothing."""
     most_rows: int = 25
     """Number of rows in the terminal, unless the user sets one."""
     note: str = ""
@@ -87,7 +87,7 @@ class FieldTable(NamedTuple):
         count = len(findings.attribution.ranks)
         table = self.table(findings, self.title + (f", mean of {count} ranks" if count > 1 else ""), "--all")
         if not table.rows:
-            return [style.wrap(self.nothing(findings))]
+            return [style.wrap(nothing)] if (nothing := self.nothing(findings)) else []
         return [
             table.listed(style, listing, self.most_rows) + ("\n" + style.wrap(self.note, "dim") if self.note else "")
         ]

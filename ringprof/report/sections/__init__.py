@@ -19,13 +19,20 @@ from ringprof.report.sections import (
     machine,
     memory,
     rates,
-    recurrence,
     run,
     steps,
     warnings,
     waterfall,
 )
-from ringprof.report.sections.listings import ANNOTATIONS, COLLECTIVES, GEMMS, KERNELS, LAYERS, kernels_html
+from ringprof.report.sections.listings import (
+    ANNOTATIONS,
+    COLLECTIVES,
+    GEMMS,
+    KERNELS,
+    LAYERS,
+    RECURRENCE,
+    kernels_html,
+)
 from ringprof.report.tables import Column, Listing
 from ringprof.report.text import TextStyle
 
@@ -78,7 +85,7 @@ SECTIONS = (
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html,
             meaning="Each rank's time, in parts that sum to its wall: an instant in which anything computes is "
             "compute, else communication if any runs (exposed), else memory operations, else idle."),
-    Section("recurrence", "Parts of the recurrence", recurrence.terminal, html=recurrence.html,
+    Section("recurrence", "Parts of the recurrence", RECURRENCE.terminal, html=RECURRENCE.html,
             meaning="Local scan: what a rank computes without the states of other ranks. States: combining those of "
             "ranks and passing them on. Output: what needs the incoming state. Work belongs to the part that "
             "launched it, and waiting and wire time may be hidden behind computation."),

@@ -1,10 +1,12 @@
-"""Listings of what ran: kernels, matrix products, communication, layers of the model, and the user's ranges."""
+"""Listings of what ran: kernels, products, communication, layers, parts of a recurrence, and the user's ranges."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.timeline.recurrence import RecurrencePart
+from ringprof.analysis.transfers.hops import total
 from ringprof.common.json_object import JsonObject
 from ringprof.report.listing import RANK, Field, FieldTable
 from ringprof.report.page.document import Content, PageContext
@@ -195,6 +197,52 @@ LAYERS = FieldTable(
     title="layers", most_rows=100, rows_of_frame=_layers_of_ranks,
     nothing=lambda _: "layers: these traces name none around their attention; ringprof.capture(model=...), "
     "torch.profiler's with_stack=True, or record_function(f'layers.{i}') in the model does",
+)  # fmt: skip
+
+
+# --- parts of a recurrence ----------------------------------------------------------------------------
+
+_PASSES = {"fwd": "forward ", "bwd": "backward ", "": ""}
+_PARTS = {
+    "local": "local scan", "state": "states of other ranks", "output": "output", "halo": "convolution halo",
+    "heads": "exchange of heads",
+}  # fmt: skip
+_SUMS = ("compute_ns", "communication_ns", "exposed_ns", "transfers", "sent_bytes", "wait_ns", "wire_ns")
+
+
+def _recurrence_rows(findings: Findings) -> list[JsonObject]:
+    by_part: dict[tuple[str, str], dict[int, RecurrencePart]] = {}
+    for rank in findings.attribution.ranks:
+        for row in rank.recurrence:
+            by_part.setdefault((row.phase, row.part), {})[rank.rank] = row
+    rows = []
+    for phase, part in [(phase, part) for phase in _PASSES for part in _PARTS if (phase, part) in by_part]:
+        of_ranks = by_part[phase, part]
+        worst = max(of_ranks, key=lambda rank: of_ranks[rank].exposed_ns)
+        exposed_ns = of_ranks[worst].exposed_ns or None
+        rows.append({
+            "part": _PASSES[phase] + _PARTS[part],
+            **{key: total([getattr(row, key) for row in of_ranks.values()]) for key in _SUMS},
+            "worst_rank": worst if exposed_ns else None, "worst_exposed_ns": exposed_ns,
+        })  # fmt: skip
+    return rows
+
+
+RECURRENCE = FieldTable(
+    "recurrence", _recurrence_rows,
+    (
+        Field("part", "", Column("", on_page="part")),
+        Field("compute_ns", "", Column("computing", "time"), summed=True),
+        Field("communication_ns", "", Column("communicating", "time"), summed=True),
+        Field("exposed_ns", "", Column("exposed", "time"), summed=True),
+        Field("transfers", "", Column("transfers", "rough count", 2), summed=True),
+        Field("sent_bytes", "", Column("MB", "bytes", 1), summed=True),
+        Field("wait_ns", "", Column("wait", "time", 3), summed=True),
+        Field("wire_ns", "", Column("wire", "time", 3), summed=True),
+        Field("worst_rank", "", Column("worst\nrank", "count", 4)),
+        Field("worst_exposed_ns", "", Column("its\nexposed", "time", 4)),
+    ),
+    title="parts of the recurrence",
 )  # fmt: skip
 
 
