@@ -25,6 +25,7 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.text import part_labels, prediction_text
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
+from ringprof.report.result import Result
 from ringprof.report.text import TextStyle
 from ringprof.results.frames import PREDICTION_COLUMNS
 from ringprof.run import Run
@@ -98,8 +99,10 @@ def _converted(value: Any, kind: type[_T]) -> _T:
         raise UsageError(f"{kind.__name__}: {error}") from None
 
 
-class Prediction:
+class Prediction(Result):
     """The predicted performance of one run."""
+
+    _frames = ("parts",)
 
     def __init__(self, prediction: PredictionResult) -> None:
         self.prediction = prediction
@@ -126,15 +129,16 @@ class Prediction:
         ]  # fmt: skip
         return _frame("parts", rows)
 
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Plot where the time goes, with one stacked bar per phase."""
-        rows = {
-            phase: {part_labels(self.prediction.query.workload)[part]: ns / 1e6 for part, ns in parts.items()}
-            for phase, parts in self.prediction.breakdown.phases.items()
-        }
-        axes = plots.parts(rows, "ms of the slowest rank, predicted", ax)
-        axes.set_title(repr(self))
-        return axes
+    @property
+    def verdict(self) -> list[str]:
+        """Predicted time with its interval, then what limits it and what the prediction does not cover."""
+        document = prediction_page.document(self.prediction)
+        return [document.headline, *document.verdict]
+
+    @property
+    def plot(self) -> PredictionPlots:
+        """Plots with matplotlib: ``parts``, where the time goes, with one stacked bar per phase."""
+        return PredictionPlots(self)
 
     def write(self, folder: str | os.PathLike[str]) -> Run:
         """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""
@@ -144,8 +148,7 @@ class Prediction:
         """Return the text that ``ringprof predict`` prints."""
         return prediction_text(self.prediction, style or TextStyle())
 
-    def to_html(self) -> str:
-        """Return the page that ``ringprof predict --html`` writes."""
+    def _page(self) -> str:
         return page(prediction_page.document(self.prediction))
 
     def __repr__(self) -> str:
@@ -153,8 +156,10 @@ class Prediction:
         return f"PREDICTED {self.prediction.query.strategy}: {middle:.3f} ms ({low:.3f} to {high:.3f})"
 
 
-class Recommendation:
+class Recommendation(Result):
     """Ranked choices for a workload on a cluster."""
+
+    _frames = ("choices", "over")
 
     def __init__(self, advice: Advice) -> None:
         self.advice = advice
@@ -165,7 +170,13 @@ class Recommendation:
         return Prediction(self.advice.first.prediction)
 
     @property
+    def verdict(self) -> list[str]:
+        """Recommended choice, how sure it is, and where another choice becomes faster."""
+        return [recommendation_text.answer(self.advice), *recommendation_text.sentences(self.advice)]
+
+    @property
     def plot(self) -> RecommendationPlots:
+        """Plots with matplotlib: ``choices``, and speed over ``tokens``, ``hosts`` and ``nic``."""
         return RecommendationPlots(self.advice)
 
     def report(self) -> JsonObject:
@@ -199,8 +210,7 @@ class Recommendation:
         """Return the text that ``ringprof advise`` prints."""
         return recommendation_text.advice_text(self.advice, style or TextStyle())
 
-    def to_html(self) -> str:
-        """Return the page that ``ringprof advise --html`` writes."""
+    def _page(self) -> str:
         return page(recommendation_text.document(self.advice))
 
     def __repr__(self) -> str:
@@ -208,7 +218,26 @@ class Recommendation:
         return f"{self.first!r}: {first.label} of {len(self.advice.choices)}, {percent(first.best, 0)} to be the best"
 
 
-class RecommendationPlots:
+class PredictionPlots(plots.PlotSet):
+    """Plots of a prediction: ``prediction.plot``."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self._prediction = prediction
+
+    def parts(self, ax: Axes | None = None) -> Axes:
+        """Plot where the time goes, with one stacked bar per phase."""
+        result = self._prediction.prediction
+        labels = part_labels(result.query.workload)
+        rows = {
+            phase: {labels[part]: ns / 1e6 for part, ns in parts.items()}
+            for phase, parts in result.breakdown.phases.items()
+        }
+        axes = plots.parts(rows, "ms of the slowest rank, predicted", ax)
+        axes.set_title(repr(self._prediction))
+        return axes
+
+
+class RecommendationPlots(plots.PlotSet):
     """Plots of a recommendation: ``recommendation.plot``."""
 
     def __init__(self, advice: Advice) -> None:

@@ -17,6 +17,7 @@ from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, MissingExtraError, install_command
 from ringprof.report import as_json, terminal
 from ringprof.report.page.document import Report
+from ringprof.report.result import Result
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, shell_words
 from ringprof.results import frames
@@ -35,8 +36,10 @@ MOST_PATHS_SHOWN = 3
 """Maximum number of paths that a suggested command repeats."""
 
 
-class Analysis:
+class Analysis(Result):
     """Analysis of one run, or of the traces of one run. Created by `load`."""
+
+    _frames = tuple(frames.FRAMES)
 
     def __init__(self, findings: Findings, source: Input) -> None:
         self.findings = findings
@@ -187,8 +190,7 @@ class Analysis:
 
         return Plots(self.findings)
 
-    def to_html(self) -> str:
-        """Return the report as one self-contained HTML page."""
+    def _page(self) -> str:
         from ringprof.report.page import html
         from ringprof.report.page.pages import run_document
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,16 +14,22 @@ from ringprof.errors import InputError
 from ringprof.printed.communication.analyse import CommLogFindings, OperationRow, SizeRow, analyse, place_of, words
 from ringprof.printed.communication.detect import find_comm_logs
 from ringprof.printed.communication.read import read_comm_logs
+from ringprof.report.result import Result
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import TextStyle, binary_size, clean
 from ringprof.trace.columns import Notice
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SCHEMA = "ringprof.comm-logs/1"
 _MOST_SIZES, _MOST_RANKS, _MOST_WARNINGS = 20, 64, 8
 
 
-class CommLogAnalysis:
+class CommLogAnalysis(Result):
     """Analysis of the Flight Recorder dumps or NCCL Inspector files of one job. Created by `load_comm_logs`."""
+
+    _frames = ("operations", "ranks", "sizes", "standings")
 
     def __init__(self, name: str, paths: Sequence[str], findings: CommLogFindings) -> None:
         self.name, self.paths, self.findings = name, list(paths), findings
@@ -61,9 +66,10 @@ class CommLogAnalysis:
     def __repr__(self) -> str:
         return f"<ringprof.CommLogAnalysis of {self.name}: {len(self.findings.rows)} operations>"
 
-    def _repr_html_(self) -> str:
-        """Return the terminal report as HTML, for notebooks."""
-        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
+    def _frame(self, name: str) -> pd.DataFrame:
+        import pandas as pd  # imported here, because the import takes longer than reading most logs
+
+        return pd.DataFrame(self.report()[name])
 
 
 def load_comm_logs(

@@ -5,9 +5,9 @@ Only units and shares are computed here. Names come from logs, and are cleaned b
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.common.files import read_whole
@@ -15,13 +15,18 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import MEMORY_BYTES, Limits
 from ringprof.common.log_lines import TEXT_SHARE
+from ringprof.errors import UsageError
 from ringprof.printed.tables.analyse import ASSUMPTIONS, CheckedShare, TableReport, analyse_table
 from ringprof.printed.tables.read import read_tables
 from ringprof.report.as_json import whole_report
 from ringprof.report.page.document import Report
+from ringprof.report.result import Result
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, unit_for
 from ringprof.trace.columns import Notice
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}
 _WALLS = {
@@ -40,11 +45,18 @@ _CAUSES = {
 }
 
 
-class TableAnalysis:
+class TableAnalysis(Result):
     """Analysis of printed kernel tables, limited to what a table alone can prove. Created by `load_tables`."""
+
+    _frames = ("kinds",)
 
     def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
         self.name, self.reports = name, tuple(reports)
+
+    @property
+    def verdict(self) -> list[str]:
+        """Always raises `UsageError`: a table does not say when anything ran."""
+        raise UsageError("a printed table does not say when anything ran, so no cause follows: see report() or a trace")
 
     @property
     def warnings(self) -> list[Notice]:
@@ -54,6 +66,13 @@ class TableAnalysis:
     def report(self) -> Report:
         """Return the JSON report (schema ``ringprof.report/1``) of the largest table."""
         return tables_dict(self.reports, self.name)
+
+    def kinds(self) -> pd.DataFrame:
+        """Return one row per table and kind: line of the table, time in nanoseconds, and number of calls."""
+        import pandas as pd  # imported here, because the import takes longer than reading most logs
+
+        rows = [{"line": report.table.line, **vars(kind)} for report in self.reports for kind in report.kinds]
+        return pd.DataFrame(rows)
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the largest table by name, for conditions.
@@ -76,10 +95,6 @@ class TableAnalysis:
 
     def __repr__(self) -> str:
         return f"<ringprof.TableAnalysis of {self.name}: {len(self.reports)} tables>"
-
-    def _repr_html_(self) -> str:
-        """Return the terminal report as HTML, for notebooks."""
-        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
 def load_tables(
