@@ -9,7 +9,6 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.kernel_comparison import NOTHING_KNOWN
 from ringprof.analysis.findings.metric_table import METRICS, Use
-from ringprof.analysis.findings.summary import Communication
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
@@ -49,10 +48,14 @@ def _summary(findings: Findings) -> JsonObject:
             part.name: {"mean": part.mean_ns, "min": part.min_ns, "max": part.max_ns} for part in summary.parts
         },
         "kinds": list(msgspec.to_builtins(summary.kinds)),
-        "communication": [_communication(row) for row in summary.communication],
+        "communication": [
+            {"kind": row.kind, "link": row.link, "count": row.kernels, "bytes": row.sent_bytes,
+             **{name: getattr(row, name) for name in ("wait_share", "wire_share", "wire_gbps", "best_gbps")}}
+            for row in summary.communication
+        ],
         "devices": list(summary.devices),
         "attention": list(summary.attention),
-    }
+    }  # fmt: skip
 
 
 def _explanation(findings: Findings) -> JsonObject:
@@ -83,8 +86,3 @@ def _explanation(findings: Findings) -> JsonObject:
             "offsets_ns": {str(rank): offset for rank, offset in clocks.offset_ns.items()},
         },
     }
-
-
-def _communication(row: Communication) -> JsonObject:
-    rates = {name: getattr(row, name) for name in ("wait_share", "wire_share", "wire_gbps", "best_gbps")}
-    return {"kind": row.kind, "link": row.link, "count": row.kernels, "bytes": row.sent_bytes, **rates}

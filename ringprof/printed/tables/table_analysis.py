@@ -64,8 +64,13 @@ class TableAnalysis(Result):
         return [warning for report in self.reports for warning in report.warnings]
 
     def report(self) -> Report:
-        """Return the JSON report (schema ``ringprof.report/1``) of the largest table."""
-        return tables_dict(self.reports, self.name)
+        """Return the JSON report (schema ``ringprof.report/1``) of the largest table; a warning names the others."""
+        largest, warnings = _largest_of(self.reports), self.warnings
+        if len(self.reports) > 1:
+            lines = ", ".join(str(report.table.line) for report in self.reports if report is not largest)
+            text = f"{len(self.reports)} kernel tables: the JSON report holds the largest, of line {largest.table.line}"
+            warnings.append(Notice("several_tables", f"{text}; the others are at lines {lines}"))
+        return whole_report("table", [self.name], warnings, {"table": table_dict(largest)})
 
     def kinds(self) -> pd.DataFrame:
         """Return one row per table and kind: line of the table, time in nanoseconds, and number of calls."""
@@ -91,7 +96,8 @@ class TableAnalysis(Result):
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Return the report of all tables as text."""
-        return tables_text(self.reports, style or TextStyle(wide_tables=True))
+        style = style or TextStyle(wide_tables=True)
+        return style.finish("\n".join(_table_text(report, style) for report in self.reports))
 
     def __repr__(self) -> str:
         return f"<ringprof.TableAnalysis of {self.name}: {len(self.reports)} tables>"
@@ -117,11 +123,6 @@ def analyse_tables(data: bytes, name: str, wall_ns: int | None = None, iteration
 
 
 # --- terminal ---------------------------------------------------------------------------------------
-
-
-def tables_text(reports: Sequence[TableReport], style: TextStyle) -> str:
-    """Format the reports of all tables in a log as text, in order."""
-    return style.finish("\n".join(_table_text(report, style) for report in reports))
 
 
 def _table_text(report: TableReport, style: TextStyle) -> str:
@@ -210,17 +211,6 @@ def _printed(checked: CheckedShare) -> str:
 def _largest_of(reports: Sequence[TableReport]) -> TableReport:
     """Return the report of the table with the largest total time."""
     return max(reports, key=lambda report: report.total_ns)
-
-
-def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
-    """Build the whole ``ringprof.report/1`` of a log from its largest table; a warning names the others' lines."""
-    largest = _largest_of(reports)
-    warnings = [warning for report in reports for warning in report.warnings]
-    if len(reports) > 1:
-        lines = ", ".join(str(report.table.line) for report in reports if report is not largest)
-        text = f"{len(reports)} kernel tables: the JSON report holds the largest, of line {largest.table.line}"
-        warnings.append(Notice("several_tables", f"{text}; the others are at lines {lines}"))
-    return whole_report("table", [path], warnings, {"table": table_dict(largest)})
 
 
 def table_dict(report: TableReport) -> JsonObject:

@@ -15,7 +15,6 @@ from ringprof.report.sections import (
     breakdown,
     hops,
     idle,
-    inference,
     machine,
     memory,
     rates,
@@ -76,7 +75,7 @@ SECTIONS = (
             meaning="FLOPs of attention and matrix products by the shapes that the profiler recorded, over the time "
             "of their kernels. MFU: these FLOPs over the slowest rank's wall and the device's peak; recomputed work "
             "counts."),
-    Section("inference", "Prefill and decode", inference.terminal, html=inference.html),
+    Section("inference", "Prefill and decode", rates.inference_terminal, html=rates.inference_html),
     Section("controls", terminal=run.baselines),
     Section("waterfall", "Waterfall", waterfall.terminal, waterfall.json, waterfall.html,
             "Also show every part from the device's peak to the speed achieved.",

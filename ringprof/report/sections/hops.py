@@ -11,7 +11,7 @@ from ringprof.analysis.transfers.hops import gbps, mean, total
 from ringprof.common.json_object import JsonObject
 from ringprof.report.listing import RANK, SPAN, Field, FieldTable
 from ringprof.report.page.document import Content, PageContext
-from ringprof.report.sections.steps import WORST
+from ringprof.report.sections.steps import WORST, most_exposed
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle
@@ -85,7 +85,7 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     groups: dict[int, list[JsonObject]] = defaultdict(list)
     for hop in hops:
         groups[hop["hop"]].append(hop)
-    rows = [[f"hop {number}", *_means(groups[number]), *_most_exposed(groups[number])] for number in sorted(groups)]
+    rows = [[f"hop {number}", *_means(groups[number]), *most_exposed(groups[number])] for number in sorted(groups)]
     table = Table(f"hops, mean of {ranks} ranks", (COLUMNS[0], *_FIGURE_COLUMNS, *WORST), rows, "--all")
     note = style.wrap("a row is the mean of all ranks' n-th hops; --all lists every hop, with its peers", "dim")
     return [table.listed(style, listing) + "\n" + note]
@@ -96,11 +96,6 @@ def _means(hops: Sequence[JsonObject]) -> list[Any]:
     values = {key: [hop[key] for hop in hops] for key in _FIGURES}
     rate = gbps(total(values["bytes"]), total(values["wire_ns"]))
     return [rate if key == "wire_gbps" else mean(values[key]) for key in _FIGURES]
-
-
-def _most_exposed(hops: Sequence[JsonObject]) -> tuple[int, int]:
-    worst = max(hops, key=lambda hop: hop["exposed_ns"])
-    return worst["rank"], worst["exposed_ns"]
 
 
 _LINK_COLUMNS = (

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import mean
+from ringprof.common.json_object import JsonObject
 from ringprof.report.listing import ITERATION, RANK, SPAN, Field, FieldTable
 from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table
@@ -67,57 +67,51 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
 
     With ``listing.everything``, list one rank and step per row.
     """
-    steps = findings.steps
-    if not steps and any(rank.recurrence for rank in findings.attribution.ranks):
-        return [style.wrap("ring steps: a recurrence has none; its parts are listed above")]
+    steps = STEPS.rows(findings)
     if not steps:
-        if findings.attribution.on_cpu:
-            return [style.wrap("ring steps: a CPU trace does not tell when a transfer ran, so none are listed")]
         nothing = "none found; neither annotations nor the order of hops and attention identify them"
+        if any(rank.recurrence for rank in findings.attribution.ranks):
+            nothing = "a recurrence has none; its parts are listed above"
+        elif findings.attribution.on_cpu:
+            nothing = "a CPU trace does not tell when a transfer ran, so none are listed"
         return [style.wrap(f"ring steps: {nothing}")]
-    ranks = len({step.rank for step in steps})
-    groups: dict[str, list[Step]] = defaultdict(list)
-    several_calls = any(step.call for step in steps)
+    ranks = len({step["rank"] for step in steps})
+    groups: dict[str, list[JsonObject]] = defaultdict(list)
+    several_calls = any(step["call"] for step in steps)
     for step in steps:
-        prefix = f"rank {step.rank} " + (f"call {step.call} " if several_calls else "") if listing.everything else ""
-        groups[f"{prefix}{step.phase} {step.step}"].append(step)
+        call = f"call {step['call']} " if several_calls else ""
+        prefix = f"rank {step['rank']} {call}" if listing.everything else ""
+        groups[f"{prefix}{step['phase']} {step['step']}"].append(step)
     worst = WORST if ranks > 1 and not listing.everything else ()
-    rows = [
-        [name, *_means(steps_of_row), *(_most_exposed(steps_of_row) if worst else ())]
-        for name, steps_of_row in groups.items()
-    ]
+    rows = [[name, *_means(group), *(most_exposed(group) if worst else ())] for name, group in groups.items()]
     title = f"ring steps, mean of {ranks} ranks" if worst else "ring steps"
-    notes = [f"steps {_SOURCE_NOTES[steps[0].source]}"]
+    notes = [f"steps {_SOURCE_NOTES[steps[0]['source']]}"]
     if worst:
         notes.append("means over ranks and calls; what most are bound by, and how many of them; every rank's: --all")
     table = Table(title, (*COLUMNS, *worst), rows, "--all").listed(style, listing)
     return [table + "\n" + style.wrap("\n".join(notes), "dim")]
 
 
-def _most_exposed(steps: Sequence[Step]) -> tuple[int, float]:
-    """Return the rank that exposes most in these steps, and its mean exposed time per step."""
+def most_exposed(rows: Sequence[JsonObject]) -> tuple[int, float]:
+    """Return the rank that exposes most in these rows, and its mean exposed time per row."""
     by_rank: dict[int, list[int]] = defaultdict(list)
-    for step in steps:
-        by_rank[step.rank].append(step.exposed_ns)
+    for row in rows:
+        by_rank[row["rank"]].append(row["exposed_ns"])
     means = {rank: fmean(times) for rank, times in by_rank.items()}
     rank = max(means, key=lambda candidate: means[candidate])
     return rank, means[rank]
 
 
-def _means(steps: Sequence[Step]) -> list[Any]:
-    hops = {step.hops for step in steps}
-    bounds = [step.bound or "-" for step in steps]
+def _means(steps: Sequence[JsonObject]) -> list[Any]:
+    hops = {step["hops"] for step in steps}
+    bounds = [step["bound"] or "-" for step in steps]
     most_common = max(dict.fromkeys(bounds), key=bounds.count)
-    return [
-        mean([step.block_ns for step in steps]),
-        mean([step.end_ns - step.start_ns for step in steps]),
-        hops.pop() if len(hops) == 1 else f"{min(hops)}-{max(hops)}",
-        mean([step.wait_ns for step in steps]),
-        mean([step.wire_ns for step in steps]),
-        mean([step.exposed_ns for step in steps]),
-        mean([step.exposed_wire_ns for step in steps]),
-        most_common if len(set(bounds)) == 1 else f"{most_common} {bounds.count(most_common) / len(bounds):.0%}",
-    ]
+    bound = most_common if len(set(bounds)) == 1 else f"{most_common} {bounds.count(most_common) / len(bounds):.0%}"
+    block, duration, *times = (
+        mean([step[key] for step in steps])
+        for key in ("block_ns", "duration_ns", "wait_ns", "wire_ns", "exposed_ns", "exposed_wire_ns")
+    )
+    return [block, duration, hops.pop() if len(hops) == 1 else f"{min(hops)}-{max(hops)}", *times, bound]
 
 
 def json(findings: Findings) -> ReportParts:
