@@ -19,7 +19,7 @@ from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet
 from ringprof.trace.formats import REDUCED, format_at, is_newest_reduced, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
-from ringprof.trace.ranks import json_bytes, read_traces
+from ringprof.trace.ranks import checked_traces, json_bytes, read_traces
 
 if TYPE_CHECKING:
     from ringprof.printed.tables.table_analysis import TableAnalysis
@@ -113,7 +113,8 @@ def parse_any(
     if kind == "text":
         return _load_text(data, name, wall_ns, iterations)
     trace = parse_bytes(data, name, MemoryBudget(reading.limits()))
-    return Analysis(explain_traces([trace], None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
+    traces = checked_traces([trace])
+    return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 
 
 def _load_text(data: bytes, name: str, wall_ns: int | None, iterations: int | None) -> TableAnalysis:
