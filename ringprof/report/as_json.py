@@ -21,8 +21,7 @@ REPORT_SCHEMA = "ringprof.report/1"
 
 def as_dict(findings: Findings, *, source: str, paths: Sequence[str]) -> Report:
     """Build the whole report; ``source`` is ``run`` or ``trace``, ``paths`` are the files that were read."""
-    summary = _summary(findings) | _explanation(findings) | {"partial_window": findings.attribution.partial_window}
-    parts: ReportParts = {"summary": summary}
+    parts: ReportParts = {"summary": _summary(findings)}
     for section in SECTIONS:
         if section.json:
             parts |= section.json(findings)
@@ -40,7 +39,10 @@ def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Notice], 
 
 
 def _summary(findings: Findings) -> JsonObject:
+    """Build the sums over all ranks, and what explains them: verdict, gains, the waterfall's peak, kernels, clocks."""
     summary = findings.summary
+    waterfall, bounds, clocks = findings.waterfall, findings.waterfall.bounds, findings.attribution.clocks
+    residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         **{row.name: row.value(findings) for row in METRICS if Use.JSON in row.use},
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
@@ -55,14 +57,6 @@ def _summary(findings: Findings) -> JsonObject:
         ],
         "devices": list(summary.devices),
         "attention": list(summary.attention),
-    }  # fmt: skip
-
-
-def _explanation(findings: Findings) -> JsonObject:
-    """Build the fields that explain the sums: verdict, possible gains, the waterfall's peak, kernels and clocks."""
-    waterfall, bounds, clocks = findings.waterfall, findings.waterfall.bounds, findings.attribution.clocks
-    residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
-    return {
         "verdict": list(findings.verdict),
         "next_step": msgspec.to_builtins(findings.next_step),
         "steps_listed": findings.lists_steps,
@@ -85,4 +79,5 @@ def _explanation(findings: Findings) -> JsonObject:
             "residual_ns": residual,
             "offsets_ns": {str(rank): offset for rank, offset in clocks.offset_ns.items()},
         },
-    }
+        "partial_window": findings.attribution.partial_window,
+    }  # fmt: skip

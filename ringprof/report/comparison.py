@@ -312,16 +312,14 @@ def spread_notices(comparison: Comparison) -> list[str]:
     for difference in comparison.differences:
         if difference.assumed_spread is not None:
             shares_by_source.setdefault(difference.assumed_spread.source, []).append(difference.assumed_spread.share)
-    return [
-        f"one recording on a side: the intervals assume that recordings of one program differ by "
-        f"{_percent_range(spreads)} % (standard deviation; {source})"
-        for source, spreads in shares_by_source.items()
-    ]
-
-
-def _percent_range(shares: Sequence[float]) -> str:
-    ends = dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares)))
-    return " to ".join(ends)
+    lines = []
+    for source, shares in shares_by_source.items():
+        spread = " to ".join(dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares))))
+        lines.append(
+            "one recording on a side: the intervals assume that recordings of one program differ by "
+            f"{spread} % (standard deviation; {source})"
+        )
+    return lines
 
 
 def merged_notice(comparison: Comparison) -> list[str]:

@@ -25,13 +25,6 @@ from ringprof.report.text import csv_text
 if TYPE_CHECKING:
     import pandas as pd
 
-_INTERVAL = {
-    "low_ms": "predicted milliseconds per iteration, 10th percentile",
-    "middle_ms": "predicted milliseconds per iteration, median",
-    "high_ms": "predicted milliseconds per iteration, 90th percentile",
-}
-_CHOICE = {"choice": "strategy, degrees, placement and hop engine"}
-
 PARTS_OF_TIME = {
     **{f"{row.name}_ns": row.meaning for row in TIMES if not row.optional},
     "overlap_ratio": "overlapped_ns / comm_ns, 0..1; missing without communication and on CPU",
@@ -77,36 +70,6 @@ FRAMES = {
     )
 }  # fmt: skip
 """Data frames of an analysis by the method that returns them."""
-
-PREDICTION_COLUMNS: dict[str, dict[str, str]] = {
-    "choices": {
-        **_CHOICE,
-        "best": "probability that no other choice is faster, 0..1",
-        **_INTERVAL,
-        "tflops": "TFLOP/s per device; missing where the work is not known",
-        "exposed": "share of the time that waits for transfers, mean over ranks, 0..1",
-        "peak_bytes": "peak memory of a rank",
-        "fits": "whether peak_bytes fits in the memory of a device",
-        "on_front": "whether no faster choice needs as little memory",
-    },
-    "balance": {
-        "strategy": "name of the strategy",
-        "params": "parameters of the strategy",
-        "reason": "why the strategy cannot run this; empty if it can",
-        "busiest": "work of the busiest rank over the mean of the ranks",
-        "steps": "work of the busiest rank of each ring step, summed over the steps, over the mean rank's total;"
-        " missing where ranks do not wait for each other in every step",
-        "needed": "share of the ordered pairs of ranks of which the first needs keys of the second, 0..1",
-    },
-    "over": {**_CHOICE, "at": "tokens, hosts, or Gbit/s per NIC", **_INTERVAL},
-    "parts": {
-        "phase": "forward or backward",
-        "part": "part of the time",
-        "time_ms": "predicted time of the slowest rank",
-    },
-}
-"""Columns of the frames of a prediction, of advice and of `ringprof.balance` with their meaning, by what returns the
-frame."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -146,7 +146,8 @@ def comparison_document(comparison: Comparison) -> Document:
         tables=[figure_table(comparison)], lines=[*merged_notice(comparison), *spread_notices(comparison)]
     )
     sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], all_figures))
-    differing = Content(tables=[_settings_table(comparison)])
+    rows = [[text(name), *map(text, values)] for name, values in differing_settings(comparison).items()]
+    differing = Content(tables=[PageTable(["setting", *map(clean, names)], rows)])
     sections.append(PageSection("differences", "What differs in settings", "", differing))
     warnings = [clean(f"{entry.label}: {text}") for entry in comparison.entries for text in entry.warnings]
     subtitle = " · ".join(f"{index or 'base'}: {clean(name)}" for index, name in enumerate(names))
@@ -260,11 +261,6 @@ def _difference_cells(difference: Difference | None) -> list[Cell]:
         interval,
         text("" if difference is None else difference.verdict),
     ]
-
-
-def _settings_table(comparison: Comparison) -> PageTable:
-    rows = [[text(name), *map(text, values)] for name, values in differing_settings(comparison).items()]
-    return PageTable(["setting", *(clean(entry.label) for entry in comparison.entries)], rows)
 
 
 Series = list[tuple[float, float]]
