@@ -71,8 +71,11 @@ class FieldTable(NamedTuple):
         """Columns of the data frame with their meanings."""
         return {field.key: field.meaning for field in self.fields if field.meaning}
 
-    def table(self, findings: Findings, title: str, whole: str, order: Sequence[str] = (), count: int = 0) -> Table:
-        """Build a table of the columns ``order``; sums are divided by ``count``, by default the number of ranks."""
+    def table(self, findings: Findings, title: str = "", order: Sequence[str] = (), count: int = 0) -> Table:
+        """Build a table for the terminal, or without a title for the page, of the columns ``order``.
+
+        Sums are divided by ``count``, by default the number of ranks.
+        """
         shown, count = self._shown(order or self.order), count or len(findings.attribution.ranks)
 
         def cell(field: Field, value: Any) -> Any:
@@ -80,25 +83,21 @@ class FieldTable(NamedTuple):
             return field.shown(value) if field.shown else value
 
         rows = [[cell(field, row[field.key]) for field in shown] for row in self.rows(findings)]
-        return Table(title, [field.column for field in shown if field.column], rows, whole)
+        columns = [field.column for field in shown if field.column]
+        return Table(title, columns, rows, "--all" if title else f"run.{self.name}()")
 
     def terminal(self, findings: Findings, style: TextStyle, listing: Listing) -> list[str]:
         """List the rows, as means over ranks, or say why there are none."""
         count = len(findings.attribution.ranks)
-        table = self.table(findings, self.title + (f", mean of {count} ranks" if count > 1 else ""), "--all")
+        table = self.table(findings, self.title + (f", mean of {count} ranks" if count > 1 else ""))
         if not table.rows:
             return [style.wrap(nothing)] if (nothing := self.nothing(findings)) else []
-        return [
-            table.listed(style, listing, self.most_rows) + ("\n" + style.wrap(self.note, "dim") if self.note else "")
-        ]
-
-    def frame_rows(self, findings: Findings) -> Sequence[JsonObject]:
-        """Return the rows of the data frame, whose columns are those of `meanings`."""
-        return (self.rows_of_frame or self.rows)(findings)
+        note = "\n" + style.wrap(self.note, "dim") if self.note else ""
+        return [table.listed(style, listing, self.most_rows) + note]
 
     def html(self, findings: Findings, page: PageContext) -> Content | None:
         """Build the table of the page, as means over ranks; None without rows."""
-        table = None if self._left_out(findings) else self.table(findings, "", f"run.{self.name}()")
+        table = None if self._left_out(findings) else self.table(findings)
         return Content(tables=[table.page(self.bars_by)]) if table and table.rows else None
 
     def items(self, findings: Findings) -> list[JsonObject]:

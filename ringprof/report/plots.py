@@ -132,10 +132,10 @@ class Plots(PlotSet):
         if last is not None and PEER_LABEL in parts:
             for patch in last:
                 patch.set(hatch="///", edgecolor="white", linewidth=0)
-        _label_rows(ax, [f"rank {idle_rank.rank.rank}" for idle_rank in ranks])
+        _label_rows(ax, [f"rank {rank.rank}" for rank, _ in ranks])
         causes, wall = (
-            causes_of_ranks([idle_rank.causes for idle_rank in ranks]),
-            sum(idle_rank.rank.breakdown.wall_ns for idle_rank in ranks),
+            causes_of_ranks([causes for _, causes in ranks]),
+            sum(rank.breakdown.wall_ns for rank, _ in ranks),
         )
         times = time_by_class(causes)
         longest = max(times, key=lambda name: times[name], default="")

@@ -68,14 +68,11 @@ class Result(ABC):
 
     def _page(self) -> str:
         title = escape(type(self).__name__)
-        return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n{self._text_as_html()}\n'
-
-    def _text_as_html(self) -> str:
-        return f'<pre style="line-height: 1.2">{escape(self.to_terminal())}</pre>'
+        return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n{self._repr_html_()}\n'
 
     def _repr_html_(self) -> str:
         """Return the text as HTML, for notebooks."""
-        return self._text_as_html()
+        return f'<pre style="line-height: 1.2">{escape(self.to_terminal())}</pre>'
 
 
 def _written(text: str, path: _Path | None) -> str:

@@ -51,17 +51,13 @@ _BREAKDOWN = FieldTable(
 _ITERATIONS = FieldTable(
     "iterations",
     lambda findings: [
-        {
-            "rank": rank.rank,
-            "iteration": number,
-            "median": number == findings.attribution.median_iteration,
-            **_figures(part),
-        }
+        {"rank": rank.rank, "iteration": number, "median": number == findings.attribution.median_iteration,
+         **_figures(part)}
         for rank in findings.attribution.ranks
         for number, part in enumerate(rank.iterations)
     ],
     (RANK, ITERATION, Field("median", "whether this iteration's slowest rank took the median time"), *_FIGURES),
-)
+)  # fmt: skip
 
 FRAMES = {
     table.name: table
@@ -116,7 +112,7 @@ def frame_of(findings: Findings, name: str) -> pd.DataFrame:
     import pandas as pd  # imported here, because the import takes longer than most reports
 
     table = FRAMES[name]
-    frame = pd.DataFrame(table.frame_rows(findings), columns=list(table.meanings))
+    frame = pd.DataFrame((table.rows_of_frame or table.rows)(findings), columns=list(table.meanings))
     for column in frame.columns:
         if (column.endswith("_ns") and column != "mean_ns") or column.endswith("bytes") or column in _WHOLE_COLUMNS:
             frame[column] = frame[column].astype("Int64")

@@ -17,19 +17,17 @@ from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle
 from ringprof.report.timeline import origins_of, span_of
 
-_ATTRIBUTES = ("rank", "start_ns", "end_ns", "wait_ns", "wire_ns", "exposed_ns", "wire_gbps")
-
 
 def _rows(findings: Findings) -> list[JsonObject]:
     hops = [hop for rank in findings.attribution.ranks for hop in rank.hops]
     # From the first hop of any rank, by the clock that the ranks share.
     offset = findings.attribution.clocks.offset_ns
     first_ns = min((hop.start_ns + offset[hop.rank] for hop in hops), default=0)
-    rows = []
+    attributes, rows = ("rank", "start_ns", "end_ns", "wait_ns", "wire_ns", "exposed_ns", "wire_gbps"), []
     for hop in hops:
         first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
         rows.append({
-            **{name: getattr(hop, name) for name in _ATTRIBUTES},
+            **{name: getattr(hop, name) for name in attributes},
             "hop": hop.number, "group": first.transfer.group[0], "link": first.link, "source": first.transfer.source,
             "send_to": hop.sent_to, "receive_from": hop.received_from, "bytes": hop.sent_bytes,
             "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
@@ -115,5 +113,5 @@ def html(findings: Findings, page: PageContext) -> Content | None:
     ]
     origin = origins_of(findings.attribution)
     spans = [span_of(hop.rank, hop.start_ns, hop.end_ns, origin) for hop in hops]
-    table = HOPS.table(findings, "", "run.hops()").page("span", spans)
+    table = HOPS.table(findings).page("span", spans)
     return Content(tables=[Table("", _LINK_COLUMNS, links).page(), table])

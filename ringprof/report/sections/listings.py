@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.timeline.recurrence import RecurrencePart
 from ringprof.analysis.transfers.hops import total
@@ -13,11 +11,6 @@ from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column
 from ringprof.report.terms import LABELS
 from ringprof.report.text import duration, short_name
-
-
-def _or_dash(value: Any) -> Any:
-    return value or "-"
-
 
 # --- kernels ------------------------------------------------------------------------------------------
 
@@ -60,7 +53,7 @@ def kernels_html(findings: Findings, page: PageContext) -> Content | None:
     if not findings.attribution.kernels:
         return None
     order = ("name", "kind", "calls", "time_ns", "mean_ns", "share", "hidden", "exposed_ns")
-    table = KERNELS.table(findings, "", "run.kernels()", order, count=1).page("name")
+    table = KERNELS.table(findings, order=order, count=1).page("name")
     largest_of_other = [
         f"{short_name(kernel.name)} {duration(kernel.time_ns)}" for kernel in findings.attribution.largest_of_other
     ]
@@ -110,7 +103,7 @@ COLLECTIVES = FieldTable(
     (
         Field("kind", "kind of communication", Column("kind"), shown=LABELS.__getitem__),
         Field("group", "description or name of the process group; empty where it is not recorded", Column("group"),
-              shown=_or_dash),
+              shown=lambda group: group or "-"),
         Field("ranks", "number of ranks of the group", Column("ranks", "count")),
         Field("size_bytes", "size of one operation as nccl-tests count it: of an all-gather, the whole output",
               Column("MB", "bytes")),

@@ -126,5 +126,5 @@ def html(findings: Findings, page: PageContext) -> Content | None:
     heat_map = page.figures.waiting(findings.steps, [rank.rank for rank in findings.attribution.ranks])
     origin = origins_of(findings.attribution)
     spans = [span_of(step.rank, step.start_ns, step.end_ns, origin) for step in findings.steps]
-    table = STEPS.table(findings, "", "run.steps()").page("span", spans)
+    table = STEPS.table(findings).page("span", spans)
     return Content(heat_map, [table], [MEANINGS["waiting"]] if heat_map else [])

@@ -78,5 +78,5 @@ def html(findings: Findings, page: PageContext) -> Content:
     """Build the chart of the waterfall and a table with one row per part."""
     waterfall = findings.waterfall
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall)}."]
-    tables = [WATERFALL.table(findings, "", "run.waterfall()").page()]
+    tables = [WATERFALL.table(findings).page()]
     return Content(tables=tables, lines=lines, charts=bars.waterfall(waterfall), folds_tables=True)
