@@ -25,8 +25,8 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.text import part_labels, prediction_text
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
+from ringprof.report.result import Result
 from ringprof.report.text import TextStyle
-from ringprof.results.frames import PREDICTION_COLUMNS
 from ringprof.run import Run
 from ringprof.workload.workload import Workload
 
@@ -83,7 +83,19 @@ def balance(workload: Workload, world: int = 8) -> pd.DataFrame:
     from ringprof.prediction.balance import balances  # imports torch
 
     refuse_below_one({"world": world})
-    return _frame("balance", [vars(row) for row in balances(_converted(workload, Workload), world)])
+    rows = balances(_converted(workload, Workload), world)
+    return _frame({name: (meaning, [getattr(row, name) for row in rows]) for name, meaning in _BALANCE.items()})
+
+
+_BALANCE = {
+    "strategy": "name of the strategy",
+    "params": "parameters of the strategy",
+    "reason": "why the strategy cannot run this; empty if it can",
+    "busiest": "work of the busiest rank over the mean of the ranks",
+    "steps": "work of the busiest rank of each ring step, summed over the steps, over the mean rank's total; missing "
+    "where ranks do not wait for each other in every step",
+    "needed": "share of the ordered pairs of ranks of which the first needs keys of the second, 0..1",
+}
 
 
 def _read(machine: MachineLike) -> Calibration:
@@ -98,8 +110,10 @@ def _converted(value: Any, kind: type[_T]) -> _T:
         raise UsageError(f"{kind.__name__}: {error}") from None
 
 
-class Prediction:
+class Prediction(Result):
     """The predicted performance of one run."""
+
+    _frames = ("parts",)
 
     def __init__(self, prediction: PredictionResult) -> None:
         self.prediction = prediction
@@ -120,21 +134,25 @@ class Prediction:
 
     def parts(self) -> pd.DataFrame:
         """Return the time of the slowest rank, with one row per phase and part."""
-        rows = [
-            {"phase": phase, "part": part_labels(self.prediction.query.workload)[part], "time_ms": ns / 1e6}
-            for phase, parts in self.prediction.breakdown.phases.items() for part, ns in parts.items()
-        ]  # fmt: skip
-        return _frame("parts", rows)
+        labels = part_labels(self.prediction.query.workload)
+        phases = self.prediction.breakdown.phases
+        rows = [(phase, labels[part], ns / 1e6) for phase, parts in phases.items() for part, ns in parts.items()]
+        return _frame({
+            "phase": ("forward or backward", [phase for phase, _, _ in rows]),
+            "part": ("part of the time", [part for _, part, _ in rows]),
+            "time_ms": ("predicted time of the slowest rank", [time_ms for _, _, time_ms in rows]),
+        })  # fmt: skip
 
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Plot where the time goes, with one stacked bar per phase."""
-        rows = {
-            phase: {part_labels(self.prediction.query.workload)[part]: ns / 1e6 for part, ns in parts.items()}
-            for phase, parts in self.prediction.breakdown.phases.items()
-        }
-        axes = plots.parts(rows, "ms of the slowest rank, predicted", ax)
-        axes.set_title(repr(self))
-        return axes
+    @property
+    def verdict(self) -> list[str]:
+        """Predicted time with its interval, then what limits it and what the prediction does not cover."""
+        document = prediction_page.document(self.prediction)
+        return [document.headline, *document.verdict]
+
+    @property
+    def plot(self) -> PredictionPlots:
+        """Plots with matplotlib: ``parts``, where the time goes, with one stacked bar per phase."""
+        return PredictionPlots(self)
 
     def write(self, folder: str | os.PathLike[str]) -> Run:
         """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""
@@ -144,8 +162,7 @@ class Prediction:
         """Return the text that ``ringprof predict`` prints."""
         return prediction_text(self.prediction, style or TextStyle())
 
-    def to_html(self) -> str:
-        """Return the page that ``ringprof predict --html`` writes."""
+    def _page(self) -> str:
         return page(prediction_page.document(self.prediction))
 
     def __repr__(self) -> str:
@@ -153,8 +170,10 @@ class Prediction:
         return f"PREDICTED {self.prediction.query.strategy}: {middle:.3f} ms ({low:.3f} to {high:.3f})"
 
 
-class Recommendation:
+class Recommendation(Result):
     """Ranked choices for a workload on a cluster."""
+
+    _frames = ("choices", "over")
 
     def __init__(self, advice: Advice) -> None:
         self.advice = advice
@@ -165,7 +184,13 @@ class Recommendation:
         return Prediction(self.advice.first.prediction)
 
     @property
+    def verdict(self) -> list[str]:
+        """Recommended choice, how sure it is, and where another choice becomes faster."""
+        return [recommendation_text.answer(self.advice), *recommendation_text.sentences(self.advice)]
+
+    @property
     def plot(self) -> RecommendationPlots:
+        """Plots with matplotlib: ``choices``, and speed over ``tokens``, ``hosts`` and ``nic``."""
         return RecommendationPlots(self.advice)
 
     def report(self) -> JsonObject:
@@ -174,33 +199,38 @@ class Recommendation:
 
     def choices(self) -> pd.DataFrame:
         """Return one row per choice; the fastest that fits into memory comes first."""
-        rows = []
-        for choice in self.advice.choices:
-            prediction = choice.prediction
-            low, middle, high = prediction.interval_ms
-            rows.append({
-                "choice": choice.label, "best": choice.best, "low_ms": low, "middle_ms": middle, "high_ms": high,
-                "tflops": prediction.tflops(prediction.median_ns), "exposed": prediction.exposed_share,
-                "peak_bytes": prediction.peak_bytes,
-                "fits": choice.fits, "on_front": choice.on_front,
-            })  # fmt: skip
-        return _frame("choices", rows)
+        choices = self.advice.choices
+        predictions = [choice.prediction for choice in choices]
+        return _frame({
+            "choice": (_CHOICE, [choice.label for choice in choices]),
+            "best": ("probability that no other choice is faster, 0..1", [choice.best for choice in choices]),
+            **_interval_columns([result.interval_ms for result in predictions]),
+            "tflops": ("TFLOP/s per device; missing where the work is not known",
+                       [result.tflops(result.median_ns) for result in predictions]),
+            "exposed": ("share of the time that waits for transfers, mean over ranks, 0..1",
+                        [result.exposed_share for result in predictions]),
+            "peak_bytes": ("peak memory of a rank", [result.peak_bytes for result in predictions]),
+            "fits": ("whether peak_bytes fits in the memory of a device", [choice.fits for choice in choices]),
+            "on_front": ("whether no faster choice needs as little memory", [choice.on_front for choice in choices]),
+        })  # fmt: skip
 
     def over(self, what: str = "tokens") -> pd.DataFrame:
         """Return the compared choices over ``tokens``, ``hosts`` or ``nic``, with one row per choice and value."""
-        rows = [
-            {"choice": name, "at": value, "low_ms": low, "middle_ms": middle, "high_ms": high}
-            for name, points in recommendation_text.series(self.advice, what).items()
-            for value, (low, middle, high) in points
-        ]  # fmt: skip
-        return _frame("over", rows)
+        series = recommendation_text.series(self.advice, what)
+        rows = [(name, *point) for name, points in series.items() for point in points]
+        return _frame(
+            {
+                "choice": (_CHOICE, [name for name, _, _ in rows]),
+                "at": ("tokens, hosts, or Gbit/s per NIC", [value for _, value, _ in rows]),
+                **_interval_columns([interval_ms for _, _, interval_ms in rows]),
+            }
+        )
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Return the text that ``ringprof advise`` prints."""
         return recommendation_text.advice_text(self.advice, style or TextStyle())
 
-    def to_html(self) -> str:
-        """Return the page that ``ringprof advise --html`` writes."""
+    def _page(self) -> str:
         return page(recommendation_text.document(self.advice))
 
     def __repr__(self) -> str:
@@ -208,7 +238,26 @@ class Recommendation:
         return f"{self.first!r}: {first.label} of {len(self.advice.choices)}, {percent(first.best, 0)} to be the best"
 
 
-class RecommendationPlots:
+class PredictionPlots(plots.PlotSet):
+    """Plots of a prediction: ``prediction.plot``."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self._prediction = prediction
+
+    def parts(self, ax: Axes | None = None) -> Axes:
+        """Plot where the time goes, with one stacked bar per phase."""
+        result = self._prediction.prediction
+        labels = part_labels(result.query.workload)
+        rows = {
+            phase: {labels[part]: ns / 1e6 for part, ns in parts.items()}
+            for phase, parts in result.breakdown.phases.items()
+        }
+        axes = plots.parts(rows, "ms of the slowest rank, predicted", ax)
+        axes.set_title(repr(self._prediction))
+        return axes
+
+
+class RecommendationPlots(plots.PlotSet):
     """Plots of a recommendation: ``recommendation.plot``."""
 
     def __init__(self, advice: Advice) -> None:
@@ -238,9 +287,22 @@ class RecommendationPlots:
         return plots.bands(recommendation_text.ACROSS[name], recommendation_text.SPEED, *lines_and_marks, ax)
 
 
-def _frame(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+_Columns = Mapping[str, tuple[str, Sequence[Any]]]
+"""Name of each column of a data frame -> meaning, values."""
+_CHOICE = "strategy, degrees, placement and hop engine"
+
+
+def _frame(columns: _Columns) -> pd.DataFrame:
     import pandas as pd
 
-    frame = pd.DataFrame(list(rows), columns=list(PREDICTION_COLUMNS[name]))
-    frame.attrs["columns"] = dict(PREDICTION_COLUMNS[name])
+    frame = pd.DataFrame({name: values for name, (_, values) in columns.items()})
+    frame.attrs["columns"] = {name: meaning for name, (meaning, _) in columns.items()}
     return frame
+
+
+def _interval_columns(intervals_ms: Sequence[tuple[float, float, float]]) -> _Columns:
+    percentiles = {"low_ms": "10th percentile", "middle_ms": "median", "high_ms": "90th percentile"}
+    return {
+        name: (f"predicted milliseconds per iteration, {percentile}", [interval[index] for interval in intervals_ms])
+        for index, (name, percentile) in enumerate(percentiles.items())
+    }

@@ -46,7 +46,7 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         *([_FEW_RANKS] if any(choice.prediction.few_ranks for choice in shown_choices) else []),
         "",
         *_nothing_fits(advice),
-        *_sentences(advice),
+        *sentences(advice),
     ]
     # Each strategy is named once.
     refused = [f"{label}: {why.partition(' cannot run this: ')[2] or why}" for label, why in advice.refused]
@@ -69,7 +69,23 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
 
 
-def _sentences(advice: Advice) -> list[str]:
+def answer(advice: Advice) -> str:
+    """Return what to choose and its predicted time, or that nothing fits."""
+    first = advice.first.prediction
+    low, middle, high = (duration(1e6 * time_ms) for time_ms in first.interval_ms)
+    undecided = advice.undecided()
+    choose = (
+        f"cannot tell {advice.first.label} from {undecided[0].label}" if undecided else f"choose {advice.first.label}"
+    )
+    choose = (
+        f"{choose}: {middle} per iteration ({low} to {high} in four of five cases), "
+        f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} per GPU; "
+        f"the fastest in {percent(advice.first.best, 0)} of cases"
+    )
+    return clean((_nothing_fits(advice) or [choose])[0], LONGEST_SENTENCE)
+
+
+def sentences(advice: Advice) -> list[str]:
     """Return what to know about the first choice: its rivals, what would change it, and what runs it."""
     return [
         *(f"cannot tell: {clean(line)}" for line in _undecided_lines(advice)),
@@ -153,17 +169,6 @@ def document(advice: Advice) -> Document:
     for name, title in (("hosts", "Speed against nodes"), ("nic", "Speed against the network")):
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
-    low, middle, high = (duration(1e6 * time_ms) for time_ms in first.interval_ms)
-    undecided = advice.undecided()
-    choose = (
-        f"cannot tell {advice.first.label} from {undecided[0].label}" if undecided else f"choose {advice.first.label}"
-    )
-    choose = (
-        f"{choose}: {middle} per iteration ({low} to {high} in four of five cases), "
-        f"{first.tflops(first.median_ns):,.0f} TFLOP/s per GPU, {binary_size(first.peak_bytes)} per GPU; "
-        f"the fastest in {percent(advice.first.best, 0)} of cases"
-    )
-    answer = (_nothing_fits(advice) or [choose])[0]
     tiles = [
         (duration(first.median_ns), "predicted, per iteration"),
         (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),
@@ -172,8 +177,8 @@ def document(advice: Advice) -> Document:
     cluster, kernel = cluster_text(first.query.cluster, first.machine.device), first.query.kernel
     subtitle = f"{cluster} · {described(first.query.workload)} · kernel {kernel}"
     return Document(
-        f"Predicted: {advice.first.label}", subtitle, _sentences(advice), tiles, sections,
-        clean(answer, LONGEST_SENTENCE),
+        f"Predicted: {advice.first.label}", subtitle, sentences(advice), tiles, sections,
+        answer(advice),
     )  # fmt: skip
 
 

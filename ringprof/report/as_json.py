@@ -9,11 +9,11 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.kernel_comparison import NOTHING_KNOWN
 from ringprof.analysis.findings.metric_table import METRICS, Use
-from ringprof.analysis.findings.summary import Communication
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.common.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
-from ringprof.report.sections import SECTIONS, annotated, by_shape, kernels, layers
+from ringprof.report.sections import SECTIONS
+from ringprof.report.sections.listings import LISTINGS
 from ringprof.trace.columns import Notice
 
 REPORT_SCHEMA = "ringprof.report/1"
@@ -21,8 +21,7 @@ REPORT_SCHEMA = "ringprof.report/1"
 
 def as_dict(findings: Findings, *, source: str, paths: Sequence[str]) -> Report:
     """Build the whole report; ``source`` is ``run`` or ``trace``, ``paths`` are the files that were read."""
-    summary = _summary(findings) | _explanation(findings) | {"partial_window": findings.attribution.partial_window}
-    parts: ReportParts = {"summary": summary}
+    parts: ReportParts = {"summary": _summary(findings)}
     for section in SECTIONS:
         if section.json:
             parts |= section.json(findings)
@@ -40,7 +39,10 @@ def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Notice], 
 
 
 def _summary(findings: Findings) -> JsonObject:
+    """Build the sums over all ranks, and what explains them: verdict, gains, the waterfall's peak, kernels, clocks."""
     summary = findings.summary
+    waterfall, bounds, clocks = findings.waterfall, findings.waterfall.bounds, findings.attribution.clocks
+    residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         **{row.name: row.value(findings) for row in METRICS if Use.JSON in row.use},
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
@@ -48,17 +50,13 @@ def _summary(findings: Findings) -> JsonObject:
             part.name: {"mean": part.mean_ns, "min": part.min_ns, "max": part.max_ns} for part in summary.parts
         },
         "kinds": list(msgspec.to_builtins(summary.kinds)),
-        "communication": [_communication(row) for row in summary.communication],
+        "communication": [
+            {"kind": row.kind, "link": row.link, "count": row.kernels, "bytes": row.sent_bytes,
+             **{name: getattr(row, name) for name in ("wait_share", "wire_share", "wire_gbps", "best_gbps")}}
+            for row in summary.communication
+        ],
         "devices": list(summary.devices),
         "attention": list(summary.attention),
-    }
-
-
-def _explanation(findings: Findings) -> JsonObject:
-    """Build the fields that explain the sums: verdict, possible gains, the waterfall's peak, kernels and clocks."""
-    waterfall, bounds, clocks = findings.waterfall, findings.waterfall.bounds, findings.attribution.clocks
-    residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
-    return {
         "verdict": list(findings.verdict),
         "next_step": msgspec.to_builtins(findings.next_step),
         "steps_listed": findings.lists_steps,
@@ -73,11 +71,7 @@ def _explanation(findings: Findings) -> JsonObject:
         },
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
         "other_kernels": msgspec.to_builtins(waterfall.kernels) if waterfall.kernels != NOTHING_KNOWN else None,
-        "kernels": kernels.items(findings),
-        "annotations": annotated.items(findings),
-        "layers": layers.items(findings),
-        "gemms": by_shape.gemm_items(findings),
-        "collectives": by_shape.collective_items(findings),
+        **{table.name: table.items(findings) for table in LISTINGS},
         "inference": msgspec.to_builtins(findings.inference),
         "step_rates": msgspec.to_builtins(findings.step_rates),
         "clocks": {
@@ -85,9 +79,5 @@ def _explanation(findings: Findings) -> JsonObject:
             "residual_ns": residual,
             "offsets_ns": {str(rank): offset for rank, offset in clocks.offset_ns.items()},
         },
-    }
-
-
-def _communication(row: Communication) -> JsonObject:
-    rates = {name: getattr(row, name) for name in ("wait_share", "wire_share", "wire_gbps", "best_gbps")}
-    return {"kind": row.kind, "link": row.link, "count": row.kernels, "bytes": row.sent_bytes, **rates}
+        "partial_window": findings.attribution.partial_window,
+    }  # fmt: skip

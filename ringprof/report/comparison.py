@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Metric
 from ringprof.analysis.findings.same_work import missing_setting_text
@@ -29,39 +31,42 @@ def differing_settings(comparison: Comparison) -> dict[str, list[str]]:
     }
 
 
-def _as_dict(comparison: Comparison) -> JsonObject:
+def as_dict(comparison: Comparison) -> JsonObject:
     """Build the JSON form (schema ``ringprof.compare/1``)."""
-    return {
-        "schema": _SCHEMA,
-        "entries": [
-            {
-                "label": entry.label,
-                "source": entry.source,
-                "settings": dict(entry.settings),
-                "figures": {
-                    name: {
-                        "value": f.value,
-                        "unit": f.unit,
-                        **dict(zip(("low", "high"), _interval_ends(f), strict=True)),
-                    }
-                    for name, f in entry.figures.items()
-                },
-                "recordings": max(1, len(entry.created)),
-                "warnings": entry.warnings,
-                "work": work,
-            }
-            for entry, work in zip(comparison.entries, (None, *comparison.work), strict=True)
-        ],
-        "differing": comparison.differing,
-        "differences": comparison.differences,
-        "changes": comparison.changes,
-        "merged_parts": comparison.merged,
-    }
+    report: JsonObject = msgspec.to_builtins(
+        {
+            "schema": _SCHEMA,
+            "entries": [
+                {
+                    "label": entry.label,
+                    "source": entry.source,
+                    "settings": dict(entry.settings),
+                    "figures": {
+                        name: {
+                            "value": f.value,
+                            "unit": f.unit,
+                            **dict(zip(("low", "high"), _interval_ends(f), strict=True)),
+                        }
+                        for name, f in entry.figures.items()
+                    },
+                    "recordings": max(1, len(entry.created)),
+                    "warnings": entry.warnings,
+                    "work": work,
+                }
+                for entry, work in zip(comparison.entries, (None, *comparison.work), strict=True)
+            ],
+            "differing": comparison.differing,
+            "differences": comparison.differences,
+            "changes": comparison.changes,
+            "merged_parts": comparison.merged,
+        }
+    )
+    return report
 
 
 def render_json(comparison: Comparison) -> str:
     """Render the comparison as JSON text (schema ``ringprof.compare/1``)."""
-    return json_text(_as_dict(comparison))
+    return json_text(as_dict(comparison))
 
 
 def render_csv(comparison: Comparison) -> str:
@@ -307,16 +312,14 @@ def spread_notices(comparison: Comparison) -> list[str]:
     for difference in comparison.differences:
         if difference.assumed_spread is not None:
             shares_by_source.setdefault(difference.assumed_spread.source, []).append(difference.assumed_spread.share)
-    return [
-        f"one recording on a side: the intervals assume that recordings of one program differ by "
-        f"{_percent_range(spreads)} % (standard deviation; {source})"
-        for source, spreads in shares_by_source.items()
-    ]
-
-
-def _percent_range(shares: Sequence[float]) -> str:
-    ends = dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares)))
-    return " to ".join(ends)
+    lines = []
+    for source, shares in shares_by_source.items():
+        spread = " to ".join(dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares))))
+        lines.append(
+            "one recording on a side: the intervals assume that recordings of one program differ by "
+            f"{spread} % (standard deviation; {source})"
+        )
+    return lines
 
 
 def merged_notice(comparison: Comparison) -> list[str]:

@@ -21,6 +21,7 @@ from ringprof.analysis.findings.waterfall import LIMITS, WATERFALL_LABELS
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.idle import causes_of_ranks
 from ringprof.common.formatting import percent, significant
+from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.sections.idle import PEER_LABEL, class_label, known_idle, stacked_parts, time_by_class
@@ -60,7 +61,19 @@ MAX_NUMBERED_CELLS = 256
 MARKERS = "osD^"
 
 
-class Plots:
+class PlotSet:
+    """Plots of one result; each is a method, and can be named: ``result.plot("timeline")``."""
+
+    def __call__(self, kind: str = "", ax: Axes | None = None) -> Axes:
+        """Draw the plot ``kind``, by default the first. Raises `UsageError` for a plot that there is not."""
+        kinds = [name for name in vars(type(self)) if not name.startswith("_")]
+        if kind and kind not in kinds:
+            raise UsageError(f"no plot {kind!r}{nearest(kind, kinds)}; there are: {', '.join(kinds)}")
+        axes: Axes = getattr(self, kind or kinds[0])(ax)
+        return axes
+
+
+class Plots(PlotSet):
     """Plots of one run, available as ``run.plot``."""
 
     def __init__(self, findings: Findings) -> None:
@@ -119,10 +132,10 @@ class Plots:
         if last is not None and PEER_LABEL in parts:
             for patch in last:
                 patch.set(hatch="///", edgecolor="white", linewidth=0)
-        _label_rows(ax, [f"rank {idle_rank.rank.rank}" for idle_rank in ranks])
+        _label_rows(ax, [f"rank {rank.rank}" for rank, _ in ranks])
         causes, wall = (
-            causes_of_ranks([idle_rank.causes for idle_rank in ranks]),
-            sum(idle_rank.rank.breakdown.wall_ns for idle_rank in ranks),
+            causes_of_ranks([causes for _, causes in ranks]),
+            sum(rank.breakdown.wall_ns for rank, _ in ranks),
         )
         times = time_by_class(causes)
         longest = max(times, key=lambda name: times[name], default="")
@@ -210,22 +223,66 @@ class Plots:
         return _set_title(ax, [*_title_lines(description), *([answer] if answer else [])])
 
 
-def comparison(result: Comparison, ax: Axes | None = None) -> Axes:
-    """Plot one bar per entry, fastest first: TFLOP/s per device, with the 95 % interval of its median."""
-    entries = [entry for entry in result.entries if "tflops" in entry.figures]
-    entries.sort(key=lambda entry: entry.figures["tflops"].value, reverse=True)
-    ax = _axes_or_new(ax, len(entries))
-    for row, entry in enumerate(entries):
-        figure = entry.figures["tflops"]
-        low, high = own_interval(figure.recordings) or (figure.value, figure.value)
-        ends = [[max(0.0, figure.value - low)], [max(0.0, high - figure.value)]]
-        bar = ax.barh(row, figure.value, xerr=ends, color=palette.BLUE, height=0.7)
-        ax.bar_label(bar, [f"{figure.value:,.1f}" if figure.value >= 10 else f"{figure.value:.3g}"], padding=6)
-    ax.margins(x=LABEL_MARGIN)
-    prefix, names = without_common_prefix([clean(entry.label) for entry in entries])
-    _label_rows(ax, names)
-    _set_title(ax, [f"Speed of {len(entries)} runs" + (f": {prefix}…" if prefix else "")])
-    return _finish(ax, "TFLOP/s per device; whiskers: 95 % interval (of one recording: of its iterations)")
+class ComparisonPlots(PlotSet):
+    """Plots of a comparison, available as ``comparison.plot``."""
+
+    def __init__(self, result: Comparison) -> None:
+        self._result = result
+
+    def comparison(self, ax: Axes | None = None) -> Axes:
+        """Plot one bar per entry, fastest first: TFLOP/s per device, with the 95 % interval of its median."""
+        entries = [entry for entry in self._result.entries if "tflops" in entry.figures]
+        entries.sort(key=lambda entry: entry.figures["tflops"].value, reverse=True)
+        ax = _axes_or_new(ax, len(entries))
+        for row, entry in enumerate(entries):
+            figure = entry.figures["tflops"]
+            low, high = own_interval(figure.recordings) or (figure.value, figure.value)
+            ends = [[max(0.0, figure.value - low)], [max(0.0, high - figure.value)]]
+            bar = ax.barh(row, figure.value, xerr=ends, color=palette.BLUE, height=0.7)
+            ax.bar_label(bar, [f"{figure.value:,.1f}" if figure.value >= 10 else f"{figure.value:.3g}"], padding=6)
+        ax.margins(x=LABEL_MARGIN)
+        prefix, names = without_common_prefix([clean(entry.label) for entry in entries])
+        _label_rows(ax, names)
+        _set_title(ax, [f"Speed of {len(entries)} runs" + (f": {prefix}…" if prefix else "")])
+        return _finish(ax, "TFLOP/s per device; whiskers: 95 % interval (of one recording: of its iterations)")
+
+    def scaling(self, ax: Axes | None = None) -> Axes:
+        """Plot TFLOP/s per device over tokens, one line per strategy, transport and number of hosts.
+
+        Each line goes through the median of the runs of one length. The dashed line is the attention kernels' own rate.
+        """
+        lengths = {entry.settings.get("seq") for entry in self._result.entries}
+        ax = _axes_or_new(ax, 14 if len(lengths) > 1 else len(self._result.entries))
+        speed: dict[str, dict[int, list[float]]] = {}
+        ceiling: dict[int, float] = {}
+        for entry in self._result.entries:
+            seq, figures = entry.settings.get("seq"), entry.figures
+            if seq is None or "tflops" not in figures:
+                continue
+            speed.setdefault(_line_name(entry), {}).setdefault(int(seq), []).append(figures["tflops"].value)
+            kernel_rate = figures.get("solo_tflops") or figures.get("block_tflops")
+            if kernel_rate is not None:
+                ceiling[int(seq)] = max(kernel_rate.value, ceiling.get(int(seq), 0.0))
+        if len({seq for points in speed.values() for seq in points}) == 1:
+            return _bars_of_one_length(ax, {name: median(*points.values()) for name, points in speed.items()}, ceiling)
+        if ceiling:
+            x, y = zip(*sorted(ceiling.items()), strict=True)
+            ax.plot(x, y, "--", color=palette.GREY, label="the kernels' own rate")
+        # Lines are in the order of their right ends, so that the legend has the order of the plot.
+        order = sorted(speed, key=lambda name: (-max(speed[name]), -median(speed[name][max(speed[name])])))
+        for index, name in enumerate(order):
+            x, y = zip(*sorted((seq, median(rates)) for seq, rates in speed[name].items()), strict=True)
+            marker = MARKERS[index // len(palette.LINES) % len(MARKERS)]
+            colour = palette.LINES[index % len(palette.LINES)]
+            ax.plot(x, y, f"{marker}-", color=colour, label=_escape_dollars(clean(name)), alpha=0.85)
+        ticks = sorted({seq for points in speed.values() for seq in points})
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        ax.minorticks_off()
+        ax.set_ylim(bottom=0)
+        ax.set_ylabel("TFLOP/s per device")
+        ax.grid(axis="y")
+        return _finish(ax, "tokens", legend=True)
 
 
 def without_common_prefix(names: Sequence[str]) -> tuple[str, list[str]]:
@@ -236,45 +293,6 @@ def without_common_prefix(names: Sequence[str]) -> tuple[str, list[str]]:
     if any(len(name) <= end for name in names):
         return "", [*names]
     return prefix[:end], [name[end:] for name in names]
-
-
-def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
-    """Plot TFLOP/s per device over tokens, one line per strategy, transport and number of hosts.
-
-    Each line goes through the median of the runs of one length. The dashed line is the attention kernels' own rate.
-    """
-    lengths = {entry.settings.get("seq") for entry in result.entries}
-    ax = _axes_or_new(ax, 14 if len(lengths) > 1 else len(result.entries))
-    speed: dict[str, dict[int, list[float]]] = {}
-    ceiling: dict[int, float] = {}
-    for entry in result.entries:
-        seq, figures = entry.settings.get("seq"), entry.figures
-        if seq is None or "tflops" not in figures:
-            continue
-        speed.setdefault(_line_name(entry), {}).setdefault(int(seq), []).append(figures["tflops"].value)
-        kernel_rate = figures.get("solo_tflops") or figures.get("block_tflops")
-        if kernel_rate is not None:
-            ceiling[int(seq)] = max(kernel_rate.value, ceiling.get(int(seq), 0.0))
-    if len({seq for points in speed.values() for seq in points}) == 1:
-        return _bars_of_one_length(ax, {name: median(*points.values()) for name, points in speed.items()}, ceiling)
-    if ceiling:
-        x, y = zip(*sorted(ceiling.items()), strict=True)
-        ax.plot(x, y, "--", color=palette.GREY, label="the kernels' own rate")
-    # Lines are in the order of their right ends, so that the legend has the order of the plot.
-    order = sorted(speed, key=lambda name: (-max(speed[name]), -median(speed[name][max(speed[name])])))
-    for index, name in enumerate(order):
-        x, y = zip(*sorted((seq, median(rates)) for seq, rates in speed[name].items()), strict=True)
-        marker = MARKERS[index // len(palette.LINES) % len(MARKERS)]
-        colour = palette.LINES[index % len(palette.LINES)]
-        ax.plot(x, y, f"{marker}-", color=colour, label=_escape_dollars(clean(name)), alpha=0.85)
-    ticks = sorted({seq for points in speed.values() for seq in points})
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    ax.minorticks_off()
-    ax.set_ylim(bottom=0)
-    ax.set_ylabel("TFLOP/s per device")
-    ax.grid(axis="y")
-    return _finish(ax, "tokens", legend=True)
 
 
 def _bars_of_one_length(ax: Axes, speed: Mapping[str, float], ceiling: Mapping[int, float]) -> Axes:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
@@ -47,37 +47,19 @@ def render(
     return style.finish("\n\n".join(blocks))
 
 
-MIN_IDLE_SHARE = 0.02
-"""Least idle share of the mean wall at which the last line offers ``--idle``."""
-
-
 def _further_options(findings: Findings, shown: Sequence[str]) -> list[str]:
     """List the options that would show more of this run; kernels first where nothing is communicated."""
     attribution = findings.attribution
-    empty_sections = {name for name, has_content in _HAS_CONTENT.items() if not has_content(findings)}
-    names = [name for name, section in OPTIONAL.items() if section.on_cpu or not attribution.on_cpu]
-    options = [f"--{name}" for name in names if name not in shown and name not in empty_sections]
+    options = [
+        f"--{name}"
+        for name, section in OPTIONAL.items()
+        if name not in shown and (section.on_cpu or not attribution.on_cpu) and section.offered(findings)
+    ]
     no_communication = not any(
         rank.breakdown.comm_ns or rank.breakdown.exposed_other_groups_ns for rank in attribution.ranks
     )
     first = ["--kernels"] if no_communication and "--kernels" in options else []
     return [*first, "--html report.html", *(name for name in options if name not in first), "--format json"]
-
-
-_HAS_CONTENT: dict[str, Callable[[Findings], bool]] = {
-    "steps": lambda findings: bool(findings.exposed_by_step),
-    "hops": lambda findings: any(rank.hop_totals.count for rank in findings.attribution.ranks),
-    "gemms": lambda findings: bool(findings.gemms),
-    "layers": lambda findings: bool(findings.layers),
-    # Hops have a section of their own.
-    "collectives": lambda findings: any(
-        row.key.kind not in ("send_recv", "copy_engine") for row in findings.collectives
-    ),
-    "idle": lambda findings: any(
-        part.name == "idle" and part.share >= MIN_IDLE_SHARE for part in findings.summary.parts
-    ),
-}
-"""Tests of whether a run has content for a section; a section that fails its test is not offered."""
 
 
 _UNEVEN = 1.5

@@ -1,4 +1,4 @@
-"""Labels of figures, and the meaning of each section in a sentence, for readers without the manual."""
+"""Labels of figures, and explanations of the sections of comparisons and sweeps."""
 
 from __future__ import annotations
 
@@ -13,37 +13,8 @@ LABELS: dict[str, str] = {
 """Label of each part of a rank's time, cause of idle time, and kind."""
 
 MEANINGS: dict[str, str] = {
-    "machine": "What the driver reported while the iterations were timed, some ten times a second: a GPU that is held "
-    "back runs every kernel slower, whatever the code does.",
-    "breakdown": "Each rank's time, in parts that sum to its wall: an instant in which anything computes is compute, "
-    "else communication if any runs (exposed), else memory operations, else idle.",
-    "rates": "FLOPs of attention and matrix products by the shapes that the profiler recorded, over the time of their "
-    "kernels. MFU: these FLOPs over the slowest rank's wall and the device's peak; recomputed work counts.",
-    "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
-    "rank's wall, mean over ranks. The parts sum to that wall.",
-    "timeline": "Every rank's device over time, a lane a stream: computation above, below it communication, split into "
-    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step, if there are any. "
-    "Idle stretches that are wide enough to be seen are grey, with their cause. The overview above marks stretches "
-    "without computation; the table below lists the longest of them.",
-    "recurrence": "Local scan: what a rank computes without the states of other ranks. States: combining those of "
-    "ranks and passing them on. Output: what needs the incoming state. Work belongs to the part that launched it, and "
-    "waiting and wire time may be hidden behind computation.",
-    "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
-    "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
     "parts": "Parts of the mean wall of what was profiled, as in each run's own report.",
-    "kinds": "What ran, by kind, mean over ranks. Kinds may run at the same time, so they need not sum to the wall.",
-    "speed": "Timed without the profiler, unless said otherwise; controls took turns with ordinary iterations.",
-    "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
-    "gemms": "Calls of matrix products by the shape that the profiler recorded, (m, k) by (k, n), mean over ranks: the "
-    "time of their kernels, and FLOPs over that time against the device's peak.",
-    "collectives": "Kernels and copies of communication by kind, process group and size of one operation, mean over "
-    "ranks. Sizes and bus bandwidth are those of nccl-tests; waiting for peers counts in the last column alone.",
-    "layers": "Attention and communication by layer of the model, mean over ranks: work belongs to the layer that "
-    "launched it, in the backward pass to the layer of the forward operator. Of transfers that overlap, the first "
-    "has the time, so that the rows sum to the run's.",
-    "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
-    "settings": "What was run, where, and with which versions.",
     "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "
     "ratio, rank test). Of single recordings the interval assumes how far recordings of one program differ.",
     "changes": "What became of the time of one profiled iteration (of a captured block whose iterations are not known: "
@@ -62,10 +33,5 @@ MEANINGS: dict[str, str] = {
     "shares": "What the time of the profiled iteration went into, mean over ranks: shares of the mean wall, as in the "
     "table below. The profiler makes iterations longer, so they are no shares of the times there.",
     "peak_memory": "The most that a device held in the timed iterations.",
-    "idle": "What the device waited for while nothing ran on it. Host: the next activity was not launched yet, by what "
-    "the launching thread did meanwhile. Gap: launched, and it starts within 5 µs. Blocked: launched, and it starts "
-    "later. The three sum to idle. Time blocked on a peer's copy is part of exposed communication, not of idle.",
-    "memory": "What the allocators of the profiled program held after each allocation and release, by the clock of its "
-    "calls, which run ahead of the device.",
 }
-"""Explanation of each section of a page."""
+"""Explanation of each section of a page of a comparison or sweep, and of the heat map of ring steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, MissingExtraError, install_command
 from ringprof.report import as_json, terminal
 from ringprof.report.page.document import Report
+from ringprof.report.result import Result
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, shell_words
 from ringprof.results import frames
@@ -35,8 +36,13 @@ MOST_PATHS_SHOWN = 3
 """Maximum number of paths that a suggested command repeats."""
 
 
-class Analysis:
+_HTA_SUFFIXES = (".json", ".json.gz")
+
+
+class Analysis(Result):
     """Analysis of one run, or of the traces of one run. Created by `load`."""
+
+    _frames = tuple(frames.FRAMES)
 
     def __init__(self, findings: Findings, source: Input) -> None:
         self.findings = findings
@@ -159,7 +165,19 @@ class Analysis:
 
         Raises `MissingExtraError` if it is not installed, `InputError` if it cannot read these traces.
         """
-        return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
+        paths = {rank.rank: rank.path for rank in self.attribution.ranks}
+        for path in paths.values():
+            if not path.lower().endswith(_HTA_SUFFIXES) or not Path(path).is_file():
+                raise InputError(f"{path}: HolisticTraceAnalysis reads Kineto files only ({', '.join(_HTA_SUFFIXES)})")
+        try:
+            from hta.trace_analysis import TraceAnalysis
+        except ImportError as error:
+            advice = install_command("hta", "pandas<3")
+            raise MissingExtraError(f"HolisticTraceAnalysis cannot be imported ({error}): {advice}") from None
+        # HTA joins each path to trace_dir, which leaves absolute paths unchanged.
+        return TraceAnalysis(
+            trace_files={rank: str(Path(path).resolve()) for rank, path in paths.items()}, trace_dir="/"
+        )
 
     def report(self) -> Report:
         """Return the report as ``--format json`` prints it, schema ``ringprof.report/1``."""
@@ -187,8 +205,7 @@ class Analysis:
 
         return Plots(self.findings)
 
-    def to_html(self) -> str:
-        """Return the report as one self-contained HTML page."""
+    def _page(self) -> str:
         from ringprof.report.page import html
         from ringprof.report.page.pages import run_document
 
@@ -213,23 +230,3 @@ class Analysis:
         from ringprof.report import notebook
 
         return notebook.findings_html(self.findings)
-
-
-_HTA_SUFFIXES = (".json", ".json.gz")
-
-
-def trace_analysis(paths: Mapping[int, str]) -> Any:
-    """Create a ``hta.trace_analysis.TraceAnalysis`` of each rank's trace.
-
-    Raises `MissingExtraError` if it cannot be imported, `InputError` if it cannot read a trace.
-    """
-    for path in paths.values():
-        if not path.lower().endswith(_HTA_SUFFIXES) or not Path(path).is_file():
-            raise InputError(f"{path}: HolisticTraceAnalysis reads Kineto files only ({', '.join(_HTA_SUFFIXES)})")
-    try:
-        from hta.trace_analysis import TraceAnalysis
-    except ImportError as error:
-        advice = install_command("hta", "pandas<3")
-        raise MissingExtraError(f"HolisticTraceAnalysis cannot be imported ({error}): {advice}") from None
-    # HTA joins each path to trace_dir, which leaves absolute paths unchanged.
-    return TraceAnalysis(trace_files={rank: str(Path(path).resolve()) for rank, path in paths.items()}, trace_dir="/")

@@ -12,21 +12,22 @@ from ringprof.analysis.findings.comparison import Comparison, combine_recordings
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.measurements import shortest_labels
 from ringprof.analysis.findings.metric import Measurement
-from ringprof.errors import KernelTableError, UsageError, nearest
+from ringprof.common.json_object import JsonObject
+from ringprof.errors import KernelTableError, UsageError
 from ringprof.printed.benchmarks.logs import BenchmarkLogs, logs
 from ringprof.printed.tables.table_analysis import TableAnalysis
 from ringprof.report import comparison as shown
 from ringprof.report import notebook, plots
 from ringprof.report.page import html
 from ringprof.report.page.pages import comparison_document
-from ringprof.report.text import TextStyle
+from ringprof.report.result import Result
+from ringprof.report.text import TextStyle, clean
 from ringprof.results.analysis import Analysis
 from ringprof.results.load import load_any
 from ringprof.results.options import LoadOptions
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
 
 
 Source = str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs
@@ -34,14 +35,25 @@ Source = str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs
 _SINGLE = (str, os.PathLike, Analysis, TableAnalysis, BenchmarkLogs)
 
 
-class RunComparison(Comparison):
-    """A `Comparison` with a frame, plots and a notebook view; returned by `compare`."""
+class RunComparison(Comparison, Result):
+    """A `Comparison` as a result, whose data frame has one row per entry. Created by `compare`."""
+
+    _frames = ("entries",)
 
     def __repr__(self) -> str:
         return f"<ringprof.compare of {', '.join(entry.label for entry in self.entries)}>"
 
-    def frame(self) -> pd.DataFrame:
-        """Return one row per entry: its label, its settings as text, its figures in their own units."""
+    @property
+    def verdict(self) -> list[str]:
+        """Sentences on what is not compared and why, and on how much slower or faster each entry is than the first."""
+        names = [clean(entry.label) for entry in self.entries]
+        return [*shown.work_notices(self), *shown.verdict_lines(self, names)]
+
+    def report(self) -> JsonObject:
+        """Return the comparison as ``--format json`` prints it, schema ``ringprof.compare/1``."""
+        return shown.as_dict(self)
+
+    def _frame(self, name: str) -> pd.DataFrame:
         import pandas as pd  # here, because it takes longer to import than most comparisons to make
 
         rows = [
@@ -50,19 +62,16 @@ class RunComparison(Comparison):
         ]
         return pd.DataFrame(rows).set_index("label")
 
-    def plot(self, kind: str = "comparison", ax: Axes | None = None) -> Axes:
-        """Draw a ``comparison`` (one bar per entry) or ``scaling`` (one line per strategy over tokens) plot."""
-        draw = {"comparison": plots.comparison, "scaling": plots.scaling}
-        if kind not in draw:
-            raise UsageError(f"no plot {kind!r}{nearest(kind, draw)}; there are: {', '.join(draw)}")
-        return draw[kind](self, ax=ax)
+    @property
+    def plot(self) -> plots.ComparisonPlots:
+        """Plots with matplotlib: ``comparison`` (one bar per entry) and ``scaling`` (one line per strategy)."""
+        return plots.ComparisonPlots(self)
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Return the text that ``ringprof compare`` prints."""
         return shown.render(self, style or TextStyle())
 
-    def to_html(self) -> str:
-        """Return one self-contained HTML page."""
+    def _page(self) -> str:
         return html.render(comparison_document(self))
 
     def view(self, height: int | None = None) -> notebook.View:

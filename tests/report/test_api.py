@@ -33,7 +33,7 @@ def analysis():
 
 def test_breakdown_has_the_documented_columns(analysis):
     frame = analysis.breakdown()
-    assert tuple(frame.columns) == tuple(FRAMES["breakdown"])
+    assert tuple(frame.columns) == tuple(FRAMES["breakdown"].meanings)
     assert frame["rank"].tolist() == list(range(8))
     assert str(frame["wall_ns"].dtype) == "Int64"
     parts = frame[["compute_ns", "exposed_comm_ns", "exposed_memory_ns", "idle_ns"]].sum(axis=1)
@@ -47,7 +47,7 @@ def test_every_frame_describes_its_columns(analysis, frame):
     assert list(meanings) == list(table.columns)
     assert all(meanings.values())
     # No removed column is described.
-    assert list(FRAMES[frame]) == list(table.columns)
+    assert list(FRAMES[frame].meanings) == list(table.columns)
     documentation = getattr(Analysis, frame).__doc__
     assert all(f"- ``{column}``: {meaning}" in documentation for column, meaning in meanings.items())
 
@@ -97,7 +97,7 @@ def test_arguments_of_the_wrong_type_are_refused(options, said):
 
 def test_hops_have_the_documented_columns(analysis):
     frame = analysis.hops()
-    assert tuple(frame.columns) == tuple(FRAMES["hops"])
+    assert tuple(frame.columns) == tuple(FRAMES["hops"].meanings)
     assert len(frame) == 8 * 22
     assert (frame["wait_ns"] + frame["wire_ns"] == frame["end_ns"] - frame["start_ns"]).all()
     assert frame["send_to"].iloc[0] == (1,)

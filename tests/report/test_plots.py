@@ -112,8 +112,8 @@ def test_comparison_and_scaling_plots_of_several_runs():
         RUN, ROOT / "traces" / "h200x4-zigzag-65536-copied", ROOT / "traces" / "h200x4-zigzag-262144"
     )
     values = [entry.figures["tflops"].value for entry in comparison.entries]
-    assert [width for _, width in bars(plots.comparison(comparison))] == pytest.approx(sorted(values, reverse=True))
-    ax: Any = plots.scaling(comparison)
+    assert [width for _, width in bars(comparison.plot())] == pytest.approx(sorted(values, reverse=True))
+    ax: Any = comparison.plot.scaling()
     lines = {str(line.get_label()): line for line in ax.get_lines()}
     assert list(lines) == ["the kernels' own rate", "zigzag", "zigzag (copied hops)"]
     assert list(lines["zigzag"].get_ydata()) == pytest.approx([values[0], values[2]])
@@ -122,7 +122,7 @@ def test_comparison_and_scaling_plots_of_several_runs():
 def test_scaling_plot_has_a_line_per_number_of_hosts():
     """The run on two hosts is twenty times slower than that on one: no line may join it to another length's."""
     names = ("h200x4-zigzag-65536", "h200x4-zigzag-65536-two-hosts", "h200x4-zigzag-262144")
-    ax: Any = plots.scaling(ringprof.compare(*(ROOT / "traces" / name for name in names)))
+    ax: Any = ringprof.compare(*(ROOT / "traces" / name for name in names)).plot("scaling")
     lines = {str(line.get_label()): list(line.get_xdata()) for line in ax.get_lines()}
     assert lines["zigzag"] == [65536, 262144] and lines["zigzag (2 hosts)"] == [65536]
 
@@ -198,7 +198,7 @@ def test_names_lose_the_words_that_all_of_them_share():
 def test_scaling_of_one_length_draws_a_bar_per_strategy():
     names = ("h200x4-zigzag-262144", "h200x4-burst-262144", "h200x4-usp-262144")
     comparison = ringprof.compare(*(ROOT / "traces" / name for name in names))
-    ax: Any = plots.scaling(comparison)
+    ax: Any = comparison.plot.scaling()
     values = [entry.figures["tflops"].value for entry in comparison.entries]
     assert [width for _, width in bars(ax)] == pytest.approx(sorted(values, reverse=True))
     labels = [label.get_text() for label in ax.get_yticklabels()]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -173,5 +171,5 @@ def test_the_interval_of_a_gain_has_the_sign_of_the_gain(
 
 def test_worst_rank_of_a_step_by_the_mean_over_calls() -> None:
     """Rank 0 exposes 10 and 20 in two calls, rank 1 18 in the one that it has."""
-    steps_of_ranks: list[Any] = [SimpleNamespace(rank=rank, exposed_ns=ns) for rank, ns in ((0, 10), (0, 20), (1, 18))]
-    assert steps._most_exposed(steps_of_ranks) == (1, 18)
+    steps_of_ranks = [{"rank": rank, "exposed_ns": ns} for rank, ns in ((0, 10), (0, 20), (1, 18))]
+    assert steps.most_exposed(steps_of_ranks) == (1, 18)

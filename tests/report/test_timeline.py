@@ -13,7 +13,7 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.timeline.window import Focus
 from ringprof.report.page.document import Content
 from ringprof.report.perfetto import EXPOSED, events_of
-from ringprof.report.sections import kernels
+from ringprof.report.sections.listings import kernels_html
 from ringprof.report.terms import LABELS
 from ringprof.report.timeline import BLOCKED_ON_PEER, IDLE, Bar, timeline_of
 from ringprof.scale.pipeline import attribute
@@ -115,7 +115,7 @@ def _by_kind(expected: dict[tuple[int, str], tuple[int, int]]) -> dict[str, tupl
 
 
 def _kernel_rows(findings: Findings) -> dict[str, tuple[int, int]]:
-    content = kernels.html(findings, NO_FIGURES)
+    content = kernels_html(findings, NO_FIGURES)
     assert isinstance(content, Content)
     labels = {label: kind for kind, label in LABELS.items() if kind in KINDS}
     sums: dict[str, tuple[int, int]] = {}

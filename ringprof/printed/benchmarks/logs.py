@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -15,6 +14,7 @@ from ringprof.common.validation import refuse_below_one
 from ringprof.printed.benchmarks.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.printed.benchmarks.read import read_log
 from ringprof.printed.benchmarks.rows import BenchmarkLog, Flag, JudgedRow, LogRow, LogSettings
+from ringprof.report.result import Result
 from ringprof.report.tables import Column, text_table
 from ringprof.report.text import TextStyle, clean, csv_text, or_dash
 
@@ -47,8 +47,10 @@ _COLUMNS = (
 _ROW_FIELDS = frozenset(field.name for field in fields(LogRow))
 
 
-class BenchmarkLogs:
-    """Benchmark logs, read and audited. Created by `logs`."""
+class BenchmarkLogs(Result):
+    """Benchmark logs, read and audited. Created by `logs`. The columns of the data frame are `LOG_COLUMNS`."""
+
+    _frames = ("rows",)
 
     def __init__(
         self, benchmark_logs: Sequence[BenchmarkLog], user_settings: LogSettings | None = None, spread: float = SPREAD
@@ -74,11 +76,12 @@ class BenchmarkLogs:
         """Add further flags, sorted by file and line among the others."""
         self._audit = with_flags(self._audit, further_flags)
 
-    def frame(self) -> pd.DataFrame:
-        """Return a data frame with one row per printed row; a value that is not printed is missing.
+    @property
+    def verdict(self) -> list[str]:
+        """Number of flags by severity, then a sentence per flag, with similar ones joined."""
+        return _flag_lines(self.flags)
 
-        The columns are `LOG_COLUMNS`.
-        """
+    def _frame(self, name: str) -> pd.DataFrame:
         import pandas as pd  # imported here, because the import takes longer than reading most logs
 
         return pd.DataFrame(map(record_of, self.rows), columns=list(LOG_COLUMNS)).convert_dtypes()
@@ -109,15 +112,11 @@ class BenchmarkLogs:
             f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}\n" + _table(rows, style)
             for file, rows in files.items()
         ]
-        return style.finish("\n\n".join([*blocks, style.fit("\n".join(_flag_lines(self.flags)))]))
+        return style.finish("\n\n".join([*blocks, style.fit("\n".join(self.verdict))]))
 
     def __repr__(self) -> str:
         files = len({audited.row.file for audited in self.rows})
         return f"<ringprof.BenchmarkLogs of {files} files: {len(self.rows)} rows, {len(self.flags)} flags>"
-
-    def _repr_html_(self) -> str:
-        """Return the terminal report as HTML, for notebooks."""
-        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
 def logs(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,16 +14,22 @@ from ringprof.errors import InputError
 from ringprof.printed.communication.analyse import CommLogFindings, OperationRow, SizeRow, analyse, place_of, words
 from ringprof.printed.communication.detect import find_comm_logs
 from ringprof.printed.communication.read import read_comm_logs
+from ringprof.report.result import Result
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import TextStyle, binary_size, clean
 from ringprof.trace.columns import Notice
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SCHEMA = "ringprof.comm-logs/1"
 _MOST_SIZES, _MOST_RANKS, _MOST_WARNINGS = 20, 64, 8
 
 
-class CommLogAnalysis:
+class CommLogAnalysis(Result):
     """Analysis of the Flight Recorder dumps or NCCL Inspector files of one job. Created by `load_comm_logs`."""
+
+    _frames = ("operations", "ranks", "sizes", "standings")
 
     def __init__(self, name: str, paths: Sequence[str], findings: CommLogFindings) -> None:
         self.name, self.paths, self.findings = name, list(paths), findings
@@ -41,7 +46,38 @@ class CommLogAnalysis:
 
     def report(self) -> JsonObject:
         """Return the report of ``--format json``, schema ``ringprof.comm-logs/1``: null for values not known."""
-        return _report(self.findings, self.paths)
+        findings = self.findings
+        groups = {log.rank: log.groups for log in findings.logs}
+        return {
+            "schema": SCHEMA,
+            "source": {"type": findings.source, "versions": list(findings.versions), "paths": self.paths},
+            "verdict": list(findings.verdict),
+            "late_by": findings.late_by or None,
+            "ranks": [
+                {"rank": row.rank, "host": log.host, "from_start": log.from_start, "missing": log.missing,
+                 **msgspec.structs.asdict(row)}
+                for row, log in zip(findings.ranks, findings.logs, strict=True)
+            ],
+            "sizes": [
+                {"group": row.group, "operation": row.name, "size_bytes": row.size_bytes, "ranks": row.ranks,
+                 "count": row.count, "bus_factor": row.bus_factor, **_bounds(row.bounds)}
+                for row in findings.sizes
+            ],
+            "standings": [
+                {"rank": item.rank, "group": item.group, "unfinished": item.unfinished,
+                 "waits_for": list(item.waits_for), **_operation(item.row)}
+                for item in findings.standings
+            ],
+            "operations": [
+                {
+                    "group": groups[row.operation.rank][row.operation.group].label,
+                    **_operation(row),
+                    **_bounds(msgspec.structs.asdict(row.bounds)),
+                }
+                for row in findings.rows
+            ],
+            "warnings": [{"code": notice.code, "message": notice.message} for notice in findings.warnings],
+        }  # fmt: skip
 
     def figures(self) -> dict[str, float]:
         """Return the figures that a condition may name: ``operations`` and ``unfinished``, counts, and ``late_ms``.
@@ -56,14 +92,31 @@ class CommLogAnalysis:
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Return the report as text; without a style, tables are as wide as they need."""
-        return _text(self.findings, style or TextStyle(wide_tables=True))
+        style, findings = style or TextStyle(wide_tables=True), self.findings
+        ranks, operations = len(findings.ranks), len(findings.rows)
+        title = " · ".join([
+            f"{ranks} rank{'s' * (ranks != 1)}", *(clean(version) for version in findings.versions[:3]),
+            f"{operations:,} operation{'s' * (operations != 1)}",
+        ])  # fmt: skip
+        blocks = [style.fit(title), *(style.wrap(clean(sentence, 1_000)) for sentence in findings.verdict)]
+        if findings.standings:
+            blocks.append(_standing_table(findings).text(style, _MOST_RANKS))
+        blocks.append(_rank_table(findings).text(style, _MOST_RANKS))
+        if findings.sizes:
+            blocks.append(_size_table(findings).text(style, _MOST_SIZES))
+        notes = [f"warning: {clean(notice.message, 1_000)} [{notice.code}]" for notice in findings.warnings]
+        if len(notes) > _MOST_WARNINGS:
+            notes[_MOST_WARNINGS:] = [f"and {len(notes) - _MOST_WARNINGS} more warnings: --format json"]
+        blocks += [style.wrap("\n".join(notes))] if notes else []
+        return style.finish("\n\n".join(blocks))
 
     def __repr__(self) -> str:
         return f"<ringprof.CommLogAnalysis of {self.name}: {len(self.findings.rows)} operations>"
 
-    def _repr_html_(self) -> str:
-        """Return the terminal report as HTML, for notebooks."""
-        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
+    def _frame(self, name: str) -> pd.DataFrame:
+        import pandas as pd  # imported here, because the import takes longer than reading most logs
+
+        return pd.DataFrame(self.report()[name])
 
 
 def load_comm_logs(
@@ -91,25 +144,6 @@ def analyse_comm_logs(names: Sequence[str], paths: Sequence[str], limits: Limits
 
 
 # --- terminal -----------------------------------------------------------------------------------------
-
-
-def _text(findings: CommLogFindings, style: TextStyle) -> str:
-    ranks, operations = len(findings.ranks), len(findings.rows)
-    title = " · ".join([
-        f"{ranks} rank{'s' * (ranks != 1)}", *(clean(version) for version in findings.versions[:3]),
-        f"{operations:,} operation{'s' * (operations != 1)}",
-    ])  # fmt: skip
-    blocks = [style.fit(title), *(style.wrap(clean(sentence, 1_000)) for sentence in findings.verdict)]
-    if findings.standings:
-        blocks.append(_standing_table(findings).text(style, _MOST_RANKS))
-    blocks.append(_rank_table(findings).text(style, _MOST_RANKS))
-    if findings.sizes:
-        blocks.append(_size_table(findings).text(style, _MOST_SIZES))
-    notes = [f"warning: {clean(notice.message, 1_000)} [{notice.code}]" for notice in findings.warnings]
-    if len(notes) > _MOST_WARNINGS:
-        notes[_MOST_WARNINGS:] = [f"and {len(notes) - _MOST_WARNINGS} more warnings: --format json"]
-    blocks += [style.wrap("\n".join(notes))] if notes else []
-    return style.finish("\n\n".join(blocks))
 
 
 _ALL = "--format json"
@@ -185,40 +219,6 @@ def _bus_rates(row: SizeRow) -> list[float | None]:
 
 
 # --- JSON ---------------------------------------------------------------------------------------------
-
-
-def _report(findings: CommLogFindings, paths: Sequence[str]) -> JsonObject:
-    groups = {log.rank: log.groups for log in findings.logs}
-    return {
-        "schema": SCHEMA,
-        "source": {"type": findings.source, "versions": list(findings.versions), "paths": list(paths)},
-        "verdict": list(findings.verdict),
-        "late_by": findings.late_by or None,
-        "ranks": [
-            {"rank": row.rank, "host": log.host, "from_start": log.from_start, "missing": log.missing,
-             **msgspec.structs.asdict(row)}
-            for row, log in zip(findings.ranks, findings.logs, strict=True)
-        ],
-        "sizes": [
-            {"group": row.group, "operation": row.name, "size_bytes": row.size_bytes, "ranks": row.ranks,
-             "count": row.count, "bus_factor": row.bus_factor, **_bounds(row.bounds)}
-            for row in findings.sizes
-        ],
-        "standings": [
-            {"rank": item.rank, "group": item.group, "unfinished": item.unfinished,
-             "waits_for": list(item.waits_for), **_operation(item.row)}
-            for item in findings.standings
-        ],
-        "operations": [
-            {
-                "group": groups[row.operation.rank][row.operation.group].label,
-                **_operation(row),
-                **_bounds(msgspec.structs.asdict(row.bounds)),
-            }
-            for row in findings.rows
-        ],
-        "warnings": [{"code": notice.code, "message": notice.message} for notice in findings.warnings],
-    }  # fmt: skip
 
 
 def _operation(row: OperationRow) -> JsonObject:

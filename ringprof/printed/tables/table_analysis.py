@@ -5,9 +5,9 @@ Only units and shares are computed here. Names come from logs, and are cleaned b
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.common.files import read_whole
@@ -15,13 +15,18 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import MEMORY_BYTES, Limits
 from ringprof.common.log_lines import TEXT_SHARE
+from ringprof.errors import UsageError
 from ringprof.printed.tables.analyse import ASSUMPTIONS, CheckedShare, TableReport, analyse_table
 from ringprof.printed.tables.read import read_tables
 from ringprof.report.as_json import whole_report
 from ringprof.report.page.document import Report
+from ringprof.report.result import Result
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, unit_for
 from ringprof.trace.columns import Notice
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}
 _WALLS = {
@@ -40,11 +45,18 @@ _CAUSES = {
 }
 
 
-class TableAnalysis:
+class TableAnalysis(Result):
     """Analysis of printed kernel tables, limited to what a table alone can prove. Created by `load_tables`."""
+
+    _frames = ("kinds",)
 
     def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
         self.name, self.reports = name, tuple(reports)
+
+    @property
+    def verdict(self) -> list[str]:
+        """Always raises `UsageError`: a table does not say when anything ran."""
+        raise UsageError("a printed table does not say when anything ran, so no cause follows: see report() or a trace")
 
     @property
     def warnings(self) -> list[Notice]:
@@ -52,8 +64,20 @@ class TableAnalysis:
         return [warning for report in self.reports for warning in report.warnings]
 
     def report(self) -> Report:
-        """Return the JSON report (schema ``ringprof.report/1``) of the largest table."""
-        return tables_dict(self.reports, self.name)
+        """Return the JSON report (schema ``ringprof.report/1``) of the largest table; a warning names the others."""
+        largest, warnings = _largest_of(self.reports), self.warnings
+        if len(self.reports) > 1:
+            lines = ", ".join(str(report.table.line) for report in self.reports if report is not largest)
+            text = f"{len(self.reports)} kernel tables: the JSON report holds the largest, of line {largest.table.line}"
+            warnings.append(Notice("several_tables", f"{text}; the others are at lines {lines}"))
+        return whole_report("table", [self.name], warnings, {"table": table_dict(largest)})
+
+    def kinds(self) -> pd.DataFrame:
+        """Return one row per table and kind: line of the table, time in nanoseconds, and number of calls."""
+        import pandas as pd  # imported here, because the import takes longer than reading most logs
+
+        rows = [{"line": report.table.line, **vars(kind)} for report in self.reports for kind in report.kinds]
+        return pd.DataFrame(rows)
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the largest table by name, for conditions.
@@ -72,14 +96,11 @@ class TableAnalysis:
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Return the report of all tables as text."""
-        return tables_text(self.reports, style or TextStyle(wide_tables=True))
+        style = style or TextStyle(wide_tables=True)
+        return style.finish("\n".join(_table_text(report, style) for report in self.reports))
 
     def __repr__(self) -> str:
         return f"<ringprof.TableAnalysis of {self.name}: {len(self.reports)} tables>"
-
-    def _repr_html_(self) -> str:
-        """Return the terminal report as HTML, for notebooks."""
-        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
 def load_tables(
@@ -102,11 +123,6 @@ def analyse_tables(data: bytes, name: str, wall_ns: int | None = None, iteration
 
 
 # --- terminal ---------------------------------------------------------------------------------------
-
-
-def tables_text(reports: Sequence[TableReport], style: TextStyle) -> str:
-    """Format the reports of all tables in a log as text, in order."""
-    return style.finish("\n".join(_table_text(report, style) for report in reports))
 
 
 def _table_text(report: TableReport, style: TextStyle) -> str:
@@ -195,17 +211,6 @@ def _printed(checked: CheckedShare) -> str:
 def _largest_of(reports: Sequence[TableReport]) -> TableReport:
     """Return the report of the table with the largest total time."""
     return max(reports, key=lambda report: report.total_ns)
-
-
-def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
-    """Build the whole ``ringprof.report/1`` of a log from its largest table; a warning names the others' lines."""
-    largest = _largest_of(reports)
-    warnings = [warning for report in reports for warning in report.warnings]
-    if len(reports) > 1:
-        lines = ", ".join(str(report.table.line) for report in reports if report is not largest)
-        text = f"{len(reports)} kernel tables: the JSON report holds the largest, of line {largest.table.line}"
-        warnings.append(Notice("several_tables", f"{text}; the others are at lines {lines}"))
-    return whole_report("table", [path], warnings, {"table": table_dict(largest)})
 
 
 def table_dict(report: TableReport) -> JsonObject:

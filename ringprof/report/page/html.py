@@ -29,7 +29,8 @@ def render(document: Document) -> str:
 
         script, figure_elements = components(figures, wrap_script=False)
         sources = [*Resources(mode="inline", components=["bokeh"]).js_raw, script, *sources]
-    scripts = [_escape_script(source) for source in sources]
+    # Nothing in a script may end the HTML element around it.
+    scripts = [source.replace("</script", "<\\/script").replace("<!--", "<\\!--") for source in sources]
     elements = iter(figure_elements)
     sections_with_figures = [
         (section, next(elements) if section.content.figure is not None else "") for section in document.sections
@@ -50,11 +51,6 @@ def drawing() -> Any:
     from ringprof.report.page import figures
 
     return figures
-
-
-def _escape_script(source: str) -> str:
-    """Escape a script so that nothing in it ends the HTML element around it."""
-    return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _content_policy(scripts: Sequence[str]) -> str:

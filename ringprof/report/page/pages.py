@@ -60,8 +60,7 @@ def run_document(findings: Findings, paths: Sequence[str], name: str) -> Documen
         content = section.html(findings, page) if section.html else None
         if content is not None:
             folded = section.name not in _OPEN_SECTIONS
-            meaning = MEANINGS.get(section.name, "")
-            sections.append(PageSection(section.name, section.title, meaning, content, folded))
+            sections.append(PageSection(section.name, section.title, section.meaning, content, folded))
     attribution = findings.attribution
     first: tuple[str, ...] = _FIRST_SECTIONS
     if any(warning.code not in NOTES for warning in attribution.warnings):
@@ -147,7 +146,8 @@ def comparison_document(comparison: Comparison) -> Document:
         tables=[figure_table(comparison)], lines=[*merged_notice(comparison), *spread_notices(comparison)]
     )
     sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], all_figures))
-    differing = Content(tables=[_settings_table(comparison)])
+    rows = [[text(name), *map(text, values)] for name, values in differing_settings(comparison).items()]
+    differing = Content(tables=[PageTable(["setting", *map(clean, names)], rows)])
     sections.append(PageSection("differences", "What differs in settings", "", differing))
     warnings = [clean(f"{entry.label}: {text}") for entry in comparison.entries for text in entry.warnings]
     subtitle = " · ".join(f"{index or 'base'}: {clean(name)}" for index, name in enumerate(names))
@@ -261,11 +261,6 @@ def _difference_cells(difference: Difference | None) -> list[Cell]:
         interval,
         text("" if difference is None else difference.verdict),
     ]
-
-
-def _settings_table(comparison: Comparison) -> PageTable:
-    rows = [[text(name), *map(text, values)] for name, values in differing_settings(comparison).items()]
-    return PageTable(["setting", *(clean(entry.label) for entry in comparison.entries)], rows)
 
 
 Series = list[tuple[float, float]]

@@ -153,7 +153,7 @@ def json(findings: Findings) -> ReportParts:
 
 
 def _rank(rank: Rank) -> JsonObject:
-    breakdown = rank.breakdown
+    breakdown, hops = rank.breakdown, rank.hop_totals
     others = {"exposed_other_groups_ns": breakdown.exposed_other_groups_ns} if OTHER_GROUPS in breakdown.kinds else {}
     others |= {"background_ns": breakdown.background_ns} if breakdown.background_ns else {}
     return {
@@ -164,10 +164,11 @@ def _rank(rank: Rank) -> JsonObject:
         "overlap_ratio": breakdown.overlap_ratio,
         "kinds_ns": {kind: figures.time_ns for kind, figures in breakdown.kinds.items()},
         "waits": _waits(rank),
-        "hops": _hops(rank),
+        "hops": {"count": hops.count, "bytes": hops.sent_bytes, "wait_ns": hops.wait_ns, "wire_ns": hops.wire_ns,
+                 "wire_gbps": hops.wire_gbps} if hops.count else None,
         **idle.rank_fields(rank),
         "recurrence": [part._asdict() for part in rank.recurrence] or None,
-    }
+    }  # fmt: skip
 
 
 def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
@@ -178,12 +179,6 @@ def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
         if all(row.timed == row.kernels for row in rows):
             waits[kind] = {"wait_ns": sum(row.wait_ns for row in rows), "wire_ns": sum(row.wire_ns for row in rows)}
     return waits or None
-
-
-def _hops(rank: Rank) -> JsonObject | None:
-    totals = rank.hop_totals
-    times = {name: getattr(totals, name) for name in ("wait_ns", "wire_ns", "wire_gbps")}
-    return {"count": totals.count, "bytes": totals.sent_bytes, **times} if totals.count else None
 
 
 # --- page ---------------------------------------------------------------------------------------------

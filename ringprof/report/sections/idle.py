@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import starmap
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,7 @@ from ringprof.analysis.timeline.host_activity import HOST_CLASSES
 from ringprof.analysis.timeline.idle import BLOCKED, CAUSES, GAP, GAP_NS, HOST, IdleCauses, IdleEvent, causes_of_ranks
 from ringprof.common.json_object import JsonObject
 from ringprof.report import palette
+from ringprof.report.listing import RANK, Field, FieldTable
 from ringprof.report.page import bars
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table, text_table
@@ -41,16 +43,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class KnownIdle(NamedTuple):
-    """A rank whose trace shows the causes of its idle time."""
-
-    rank: Rank
-    causes: IdleCauses
+KnownIdle = tuple[Rank, IdleCauses]
+"""A rank whose trace shows the causes of its idle time, and these."""
 
 
 def known_idle(findings: Findings) -> list[KnownIdle]:
     """List the ranks whose traces show the causes of idle time; none on CPU."""
-    return [KnownIdle(rank, rank.idle) for rank in findings.attribution.ranks if rank.idle is not None]
+    return [(rank, rank.idle) for rank in findings.attribution.ranks if rank.idle is not None]
 
 
 def time_by_class(causes: IdleCauses) -> dict[str, int]:
@@ -71,13 +70,13 @@ def stacked_parts(ranks: Sequence[KnownIdle]) -> dict[str, tuple[str, list[float
 
     The last part is time blocked on a peer, where there is any; it is communication, not idle time.
     """
-    times = [time_by_class(idle_rank.causes) for idle_rank in ranks]
+    times = [time_by_class(causes) for _, causes in ranks]
     parts = {
         class_label(name): (palette.IDLE_COLOURS[name], [times_of_rank.get(name, 0) / 1e6 for times_of_rank in times])
         for name in CLASSES
         if any(name in times_of_rank for times_of_rank in times)
     }
-    blocked = [idle_rank.rank.breakdown.blocked_on_peer_ns / 1e6 for idle_rank in ranks]
+    blocked = [rank.breakdown.blocked_on_peer_ns / 1e6 for rank, _ in ranks]
     return {**parts, **({PEER_LABEL: (palette.WAIT, blocked)} if any(blocked) else {})}
 
 
@@ -92,7 +91,7 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     ranks = known_idle(findings)
     if not ranks:
         return [style.wrap(_ON_CPU)]
-    causes = causes_of_ranks([idle_rank.causes for idle_rank in ranks])
+    causes = causes_of_ranks([causes_of_rank for _, causes_of_rank in ranks])
     blocks = [_by_rank(ranks, style, listing)]
     if causes.total_ns:
         title = "idle by name" + (f", mean of {len(ranks)} ranks" if len(ranks) > 1 else "")
@@ -106,13 +105,13 @@ def _listed_ranks(ranks: Sequence[KnownIdle], listing: Listing) -> Sequence[Know
     """Choose the ranks that get a row: all, or where there are many, the one that is idle longest."""
     if len(ranks) <= MOST_RANKS_LISTED or listing.everything:
         return ranks
-    return [max(ranks, key=lambda idle_rank: idle_rank.causes.total_ns)]
+    return [max(ranks, key=lambda known: known[1].total_ns)]
 
 
 def _by_rank(ranks: Sequence[KnownIdle], style: TextStyle, listing: Listing) -> str:
-    rows = [(f"rank {idle_rank.rank.rank}", _times_of(idle_rank)) for idle_rank in _listed_ranks(ranks, listing)]
+    rows = [(f"rank {rank.rank}", _times_of(rank, causes)) for rank, causes in _listed_ranks(ranks, listing)]
     if len(ranks) > 1:
-        means = tuple(map(fmean, zip(*map(_times_of, ranks), strict=True)))
+        means = tuple(map(fmean, zip(*starmap(_times_of, ranks), strict=True)))
         rows.append((f"mean of {len(ranks)} ranks", means))
     has_peers = any(times[-1] for _, times in rows)
     unit_ns, unit = unit_for(max(times[_IDLE_INDEX] for _, times in rows))
@@ -122,9 +121,9 @@ def _by_rank(ranks: Sequence[KnownIdle], style: TextStyle, listing: Listing) -> 
     return "\n".join([table, style.wrap(_CAUSES_NOTE, "dim"), *([style.wrap(_PEER_NOTE, "dim")] if has_peers else [])])
 
 
-def _times_of(idle_rank: KnownIdle) -> tuple[float, ...]:
+def _times_of(rank: Rank, causes: IdleCauses) -> tuple[float, ...]:
     """Return host, gap, blocked, idle, wall and time blocked on a peer, in nanoseconds."""
-    causes, breakdown = idle_rank.causes, idle_rank.rank.breakdown
+    breakdown = rank.breakdown
     parts = (causes.host_ns, causes.gap_ns, causes.blocked_ns, causes.total_ns)
     return *parts, breakdown.wall_ns, breakdown.blocked_on_peer_ns
 
@@ -181,15 +180,12 @@ _LAUNCH_COLUMNS = (
 
 def _launch_table(ranks: Sequence[KnownIdle], listing: Listing) -> Table:
     """Build one row per rank whose launches are recorded, and the mean of several."""
-    timed = [idle_rank for idle_rank in ranks if idle_rank.rank.launches is not None]
-    rows = [[f"rank {idle_rank.rank.rank}", *_launch_figures(idle_rank)] for idle_rank in _listed_ranks(timed, listing)]
+    timed = [known for known in ranks if known[0].launches is not None]
+    figures = {rank.rank: msgspec.structs.astuple(rank.launches) for rank, _ in timed if rank.launches is not None}
+    rows = [[f"rank {rank.rank}", *figures[rank.rank]] for rank, _ in _listed_ranks(timed, listing)]
     if len(timed) > 1:
-        rows.append([f"mean of {len(timed)} ranks", *map(fmean, zip(*map(_launch_figures, timed), strict=True))])
+        rows.append([f"mean of {len(timed)} ranks", *map(fmean, zip(*figures.values(), strict=True))])
     return Table("launches", _LAUNCH_COLUMNS, rows)
-
-
-def _launch_figures(idle_rank: KnownIdle) -> tuple[int, ...]:
-    return msgspec.structs.astuple(idle_rank.rank.launches) if idle_rank.rank.launches is not None else ()
 
 
 # --- data -----------------------------------------------------------------------------------------------
@@ -216,14 +212,24 @@ def _event_items(causes: IdleCauses) -> list[JsonObject]:
     return [dict(zip(("class", "name", "time_ns"), item, strict=True)) for item in (*kept, *left)]
 
 
-def rows(findings: Findings) -> list[JsonObject]:
-    """List one row per rank, cause, class and name, for the data frame."""
-    return [
-        {"rank": idle_rank.rank.rank, "cause": event.cause, "class": event.event_class, "name": event.name,
-         "time_ns": event.time_ns, "share": event.time_ns / idle_rank.causes.total_ns}
-        for idle_rank in known_idle(findings)
-        for event in idle_rank.causes.events
-    ]  # fmt: skip
+IDLE = FieldTable(
+    "idle",
+    lambda findings: [
+        {**msgspec.structs.asdict(event), "rank": rank.rank, "class": event.event_class,
+         "share": event.time_ns / causes.total_ns}
+        for rank, causes in known_idle(findings)
+        for event in causes.events
+    ],
+    (
+        RANK,
+        Field("cause", "host: next activity not launched yet; gap: launched, starts within 5 µs; blocked: starts "
+              "later"),
+        Field("class", "for host time, what the launching thread did; else the cause"),
+        Field("name", "innermost host event; for blocked time, what it waited for, if known; may be empty"),
+        Field("time_ns", "idle time with this cause, class and name; all rows of a rank sum to its idle_ns"),
+        Field("share", "share of the rank's idle_ns, 0..1"),
+    ),
+)  # fmt: skip
 
 
 # --- page -----------------------------------------------------------------------------------------------
@@ -238,18 +244,18 @@ _RANK_COLUMNS = (
 def html(findings: Findings, page: PageContext) -> Content | None:
     """Build one bar per rank, a table by rank and one by name; None on CPU and where there is no idle time."""
     ranks = known_idle(findings)
-    causes = causes_of_ranks([idle_rank.causes for idle_rank in ranks])
-    if not causes.total_ns and not any(idle_rank.rank.breakdown.blocked_on_peer_ns for idle_rank in ranks):
+    causes = causes_of_ranks([causes_of_rank for _, causes_of_rank in ranks])
+    if not causes.total_ns and not any(rank.breakdown.blocked_on_peer_ns for rank, _ in ranks):
         return None
-    labels = [f"rank {idle_rank.rank.rank}" for idle_rank in ranks]
-    by_rank = Table("", _RANK_COLUMNS, [_page_row(idle_rank) for idle_rank in ranks], "report --format json").page()
+    labels = [f"rank {rank.rank}" for rank, _ in ranks]
+    by_rank = Table("", _RANK_COLUMNS, [*starmap(_page_row, ranks)], "report --format json").page()
     by_name = Table("", COLUMNS, _name_rows(causes, len(ranks)), "run.idle()").page()
     note = ["By name: means over ranks."] if len(ranks) > 1 else []
     return Content(tables=[by_rank, by_name], lines=note, charts=[bars.stacked(labels, stacked_parts(ranks), "ms")])
 
 
-def _page_row(idle_rank: KnownIdle) -> list[Any]:
-    host, gap, blocked, idle, wall, blocked_on_peer = _times_of(idle_rank)
-    launches = idle_rank.rank.launches
+def _page_row(rank: Rank, causes: IdleCauses) -> list[Any]:
+    host, gap, blocked, idle, wall, blocked_on_peer = _times_of(rank, causes)
+    launches = rank.launches
     figures = (launches.count, launches.median_delay_ns, launches.shorter_than_launch) if launches else (None,) * 3
-    return [idle_rank.rank.rank, host, gap, blocked, idle, idle / wall if wall else None, blocked_on_peer, *figures]
+    return [rank.rank, host, gap, blocked, idle, idle / wall if wall else None, blocked_on_peer, *figures]

@@ -261,16 +261,9 @@ def _uneven_clocks(states: States) -> str:
 
 
 _PAGE_COLUMNS = (
-    "rank",
-    "samples",
-    "SM clock MHz",
-    "lowest",
-    "highest it can",
-    "power W",
-    "limit W",
-    "hottest °C",
+    "rank", "samples", "SM clock MHz", "lowest", "highest it can", "power W", "limit W", "hottest °C",
     "reported limits",
-)
+)  # fmt: skip
 
 
 def html(findings: Findings, page: PageContext) -> Content | None:

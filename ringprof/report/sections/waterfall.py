@@ -7,9 +7,10 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall
 from ringprof.common.formatting import percent
+from ringprof.report.listing import Field, FieldTable
 from ringprof.report.page import bars
 from ringprof.report.page.document import Content, PageContext, ReportParts
-from ringprof.report.tables import Column, Listing, Table, text_table
+from ringprof.report.tables import Column, Listing, text_table
 from ringprof.report.text import TextStyle, clean, duration, in_unit, rate, rounded_to_sum, unit_for
 
 
@@ -53,21 +54,29 @@ def _bounds(waterfall: Waterfall) -> str:
     return ", ".join(lower_bounds) or "neither free communication nor perfect balance would shorten it"
 
 
+WATERFALL = FieldTable(
+    "waterfall", lambda findings: [msgspec.structs.asdict(part) for part in findings.waterfall.parts],
+    (
+        Field("part", "part of the slowest rank's wall", Column("part"), shown=WATERFALL_LABELS.__getitem__),
+        Field("time_ns", "mean over ranks; all parts sum to the wall", Column("ms", "time", on_page="ms")),
+        Field("share", "share of the wall, 0..1", Column("share", "share", on_page="% of wall")),
+        Field("tflops", "TFLOP/s per device if only this part and the parts before it took time",
+              Column("TFLOP/s after it", "rate")),
+        Field("evidence", "figures from which the part was computed, in words", Column("evidence")),
+        Field("remedy", "change that would shorten it; empty where that is not known", Column("shorter by"),
+              shown=lambda remedy: remedy or "-"),
+    ),
+)  # fmt: skip
+
+
 def json(findings: Findings) -> ReportParts:
     """Build the ``waterfall`` of the JSON report, one item per part."""
-    return {"waterfall": [msgspec.structs.asdict(part) for part in findings.waterfall.parts]}
+    return {"waterfall": WATERFALL.items(findings)}
 
 
 def html(findings: Findings, page: PageContext) -> Content:
     """Build the chart of the waterfall and a table with one row per part."""
     waterfall = findings.waterfall
-    columns = (Column("part"), Column("ms", "time", on_page="ms"), Column("share", "share", on_page="% of wall"),
-               Column("TFLOP/s after it", "rate"), Column("evidence"), Column("shorter by"))  # fmt: skip
-    rows = [
-        [WATERFALL_LABELS[part.part], part.time_ns, part.share, part.tflops, part.evidence, part.remedy or "-"]
-        for part in waterfall.parts
-    ]
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall)}."]
-    return Content(
-        tables=[Table("", columns, rows).page()], lines=lines, charts=bars.waterfall(waterfall), folds_tables=True
-    )
+    tables = [WATERFALL.table(findings).page()]
+    return Content(tables=tables, lines=lines, charts=bars.waterfall(waterfall), folds_tables=True)

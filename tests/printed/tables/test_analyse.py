@@ -12,7 +12,7 @@ from ringprof.printed.tables.analyse import TableReport, analyse_table
 from ringprof.printed.tables.kernels import kind_of_row
 from ringprof.printed.tables.read import read_tables
 from ringprof.printed.tables.rows import KernelTable, TableRow
-from ringprof.printed.tables.table_analysis import table_dict, tables_dict, tables_text
+from ringprof.printed.tables.table_analysis import TableAnalysis, table_dict
 from ringprof.report.text import TextStyle
 from tests.paths import LOGS
 
@@ -85,7 +85,7 @@ def test_published_summary_is_explained(published: TableReport) -> None:
     assert (flash.stated.printed, round(flash.share, 4), flash.listed) == ("0.03", 0.6350, True)
     assert flash.causes == ("seconds_dropped", "fraction_as_percent")
     assert (ring.stated.printed, round(ring.share, 4), ring.causes) == ("0.00", 0.3459, ("seconds_dropped",))
-    text = tables_text([published], TextStyle())
+    text = TableAnalysis("log", [published]).to_terminal(TextStyle())
     for figure in ("0.03 %", "63.50 %", "0.00 %", "34.59 %", "14.531 s", "11.306 s", "5.564 s", "15.191 s"):
         assert figure in text
 
@@ -114,7 +114,7 @@ def test_the_whole_json_report(published: TableReport) -> None:
     schema = json.loads((files("ringprof.report") / "schema" / "report-1.schema.json").read_text())
     small = analyse_table(make_table(kernel_row(FLASH, 5)))
     for reports in ([published], [small], [small, published]):
-        data = tables_dict(reports, "log")
+        data = TableAnalysis("log", reports).report()
         jsonschema.validate(data, schema)
     assert data["table"]["total_ns"] == published.total_ns
     assert "several_tables" in [warning["code"] for warning in data["warnings"]]
@@ -269,12 +269,12 @@ def test_no_leak_is_reported_with_cuda_graphs() -> None:
 
 
 def test_two_tables_are_both_shown(published: TableReport) -> None:
-    text = tables_text([published, published], TextStyle())
+    text = TableAnalysis("log", [published, published]).to_terminal(TextStyle())
     assert text.count("by kind") == 2
-    assert tables_text([published], TextStyle(ascii_only=True)).isascii()
+    assert TableAnalysis("log", [published]).to_terminal(TextStyle(ascii_only=True)).isascii()
 
 
 def test_kernel_names_are_escaped_for_the_terminal() -> None:
     report = analyse_table(make_table(kernel_row("nccl:\x1b[31m\x07evil\u202e", 3), kernel_row(FLASH, 5)))
-    text = tables_text([report], TextStyle())
+    text = TableAnalysis("log", [report]).to_terminal(TextStyle())
     assert not [char for char in text if char != "\n" and not char.isprintable()]

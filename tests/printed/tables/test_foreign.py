@@ -12,7 +12,7 @@ from ringprof.cli import run
 from ringprof.printed.tables.analyse import TableReport, analyse_table, total_from_shares
 from ringprof.printed.tables.read import read_tables
 from ringprof.printed.tables.rows import KernelTable, TableRow
-from ringprof.printed.tables.table_analysis import entry_of_table, figures_of_table, table_dict, tables_text
+from ringprof.printed.tables.table_analysis import TableAnalysis, entry_of_table, figures_of_table, table_dict
 from ringprof.report.text import TextStyle
 from tests.paths import DATA
 
@@ -101,7 +101,7 @@ def test_table_of_first_rows_reports_missing_time() -> None:
     assert figures_of_table(table_report)["all_gather"] == pytest.approx(0.32, abs=1e-4)
     assert warning_codes(table_report) == ["table_cut_off", "table_rows_missing"]
     assert table_dict(table_report)["whole_ns"] == total
-    lines = tables_text([table_report], TextStyle()).splitlines()
+    lines = TableAnalysis("log", [table_report]).to_terminal(TextStyle()).splitlines()
     assert next(line for line in lines if line.startswith("all-gather")).split()[-4:-2] == ["%", "1,528"]
     assert next(line for line in lines if line.startswith("not in this table")).split()[-2:] == ["44.0", "%"]
     assert entry_of_table("a", table_report).figures["send_recv"].value == 0.0
