@@ -57,6 +57,7 @@ def _summary(findings: Findings) -> JsonObject:
 def _explanation(findings: Findings) -> JsonObject:
     """Build the fields that explain the sums: verdict, possible gains, the waterfall's peak, kernels and clocks."""
     waterfall, bounds, clocks = findings.waterfall, findings.waterfall.bounds, findings.attribution.clocks
+    work = waterfall.work
     residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         "verdict": list(findings.verdict),
@@ -71,8 +72,8 @@ def _explanation(findings: Findings) -> JsonObject:
             "balanced": bounds.balanced_ns,
             "all_hidden": bounds.hidden_ns,
         },
-        "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
-        "other_kernels": msgspec.to_builtins(waterfall.kernels) if waterfall.kernels != NOTHING_KNOWN else None,
+        "peak": {"tflops": work.peak.tflops, "source": work.peak.source} if work.peak else None,
+        "other_kernels": msgspec.to_builtins(work.kernels) if work.kernels != NOTHING_KNOWN else None,
         "kernels": kernels.items(findings),
         "annotations": annotated.items(findings),
         "layers": layers.items(findings),
