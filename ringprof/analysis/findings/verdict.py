@@ -13,7 +13,7 @@ import msgspec
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.parts import PARTS, in_words, name_in_sentence
 from ringprof.analysis.findings.recommendations import rate_to_hide
-from ringprof.analysis.findings.step_rates import attention_rate_clause, busy_ns, computation_clause
+from ringprof.analysis.findings.step_rates import attention_rate_clause, busy_ns, computation_clause, computes_longest
 from ringprof.analysis.findings.waterfall import (
     ATTENTION_PARTS,
     COMMUNICATION_PARTS,
@@ -114,7 +114,9 @@ def _computation_line(facts: Facts) -> str:
     longest_ns = max(map(waterfall.of, (*IDLE_PARTS, *COMPUTE_PARTS, *ATTENTION_PARTS)))
     largest_loss = max((*IDLE_PARTS, "merge_and_copies"), key=waterfall.of)
     share = facts.share_of_time(waterfall.of(largest_loss))
-    if share >= WORTH_NAMING and waterfall.of(largest_loss) == longest_ns:
+    # A part of one kind that also computes longest is named once, by the time in which it runs.
+    is_named = computes_longest(facts.attribution, facts.summary) == name_in_sentence(facts, largest_loss)
+    if share >= WORTH_NAMING and waterfall.of(largest_loss) == longest_ns and not is_named:
         line = PARTS[largest_loss].sentence(facts, share)
         return f"{line.removesuffix('.')}; {sentence}." if sentence else line
     return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
