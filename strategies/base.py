@@ -45,9 +45,9 @@ from .masks.expected import Expectations
 from .masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_in_place, split_local_block
 from .masks.row_routing import RowRouting, routing_of
 from .masks.sharded_mask import ShardedMask, sharded_mask_of
-from .transport.communicator import Communicator
+from .transport.communicator import Communicator, Recoverable
 from .transport.gradient_ring import GradientRing
-from .transport.passes import Recoverable, in_pass
+from .transport.passes import in_pass
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""

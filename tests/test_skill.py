@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ringprof import cli
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
+from ringprof.analysis.findings.parts import WATERFALL_LABELS
 from ringprof.cli import commands
 from tests.paths import ROOT, TRACES
 from tests.report.schema_walk import SCHEMA, alternatives

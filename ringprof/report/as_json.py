@@ -42,7 +42,7 @@ def _summary(findings: Findings) -> JsonObject:
     """Build the sums over all ranks, and what explains them: verdict, gains, the waterfall's peak, kernels, clocks."""
     summary = findings.summary
     waterfall, bounds, clocks = findings.waterfall, findings.waterfall.bounds, findings.attribution.clocks
-    residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
+    work, residual = waterfall.work, None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         **{row.name: row.value(findings) for row in METRICS if Use.JSON in row.use},
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
@@ -69,8 +69,8 @@ def _summary(findings: Findings) -> JsonObject:
             "balanced": bounds.balanced_ns,
             "all_hidden": bounds.hidden_ns,
         },
-        "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
-        "other_kernels": msgspec.to_builtins(waterfall.kernels) if waterfall.kernels != NOTHING_KNOWN else None,
+        "peak": {"tflops": work.peak.tflops, "source": work.peak.source} if work.peak else None,
+        "other_kernels": msgspec.to_builtins(work.kernels) if work.kernels != NOTHING_KNOWN else None,
         **{table.name: table.items(findings) for table in LISTINGS},
         "inference": msgspec.to_builtins(findings.inference),
         "step_rates": msgspec.to_builtins(findings.step_rates),

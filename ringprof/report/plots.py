@@ -15,9 +15,10 @@ import numpy as np
 from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import Measurement
+from ringprof.analysis.findings.parts import WATERFALL_LABELS
 from ringprof.analysis.findings.time_table import PARTS
 from ringprof.analysis.findings.uncertainty import own_interval
-from ringprof.analysis.findings.waterfall import LIMITS, WATERFALL_LABELS
+from ringprof.analysis.findings.waterfall import LIMITS, NEEDED_WORK
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.idle import causes_of_ranks
 from ringprof.common.formatting import percent, significant
@@ -93,7 +94,7 @@ class Plots(PlotSet):
             end_ns += part.time_ns
         ax.margins(x=0.02)
         _label_rows(ax, [WATERFALL_LABELS[part.part] for part in parts])
-        no_losses = {*LIMITS, *self._findings.waterfall.needed_work()}
+        no_losses = {*LIMITS, *NEEDED_WORK}
         losses = [part for part in parts if part.part not in no_losses]
         largest_loss = max(losses, key=lambda part: part.time_ns, default=None)
         answer = f"of {duration(end_ns)} most is lost to: {WATERFALL_LABELS[largest_loss.part]}" if largest_loss else ""

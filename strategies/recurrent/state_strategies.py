@@ -35,8 +35,8 @@ from ..kernels.merge import wide_type
 from ..kernels.uncompiled import uncompiled
 from ..masks.layouts import LAYOUTS, Layout
 from ..transport.chain import Chain
-from ..transport.communicator import Communicator
-from ..transport.passes import Recoverable, in_pass
+from ..transport.communicator import Communicator, Recoverable
+from ..transport.passes import in_pass
 from ..transport.ring_channel import Hop, HopRing
 from .kernel import (
     Carry,

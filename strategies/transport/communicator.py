@@ -265,3 +265,27 @@ def _problem(world_size: int, ranks_per_host: int | None, hops: str, hosts: Sequ
     except Unsupported as refusal:
         return refusal
     return None
+
+
+class Recoverable:
+    """Base of strategies: how a program goes on after an exception on some ranks."""
+
+    comm: Communicator
+
+    def recoverable(self) -> AbstractContextManager[None]:
+        """Return a context manager for a training step: an exception that leaves it stops the group's other ranks.
+
+        They raise `RankRaised` in this or their next call. Without it, only exceptions inside of calls and their
+        backward passes do so.
+        """
+        return self.comm.passing("step")
+
+    def recover(self) -> None:
+        """Make the next call right on all ranks after an exception in a call, on one rank or on all. Collective.
+
+        Drops unfinished hops, which raise `RankRaised` on the ranks that wait for them, and connects the ranks anew.
+        All strategies over the group have then recovered. Raises `PeerLost` where a rank does not call it within the
+        group's timeout.
+        """
+        if self.comm.passes is not None:
+            self.comm.passes.recover(self.comm.group)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,9 +28,6 @@ from .groups import abort_channels, channel_groups, forget_channels, raise_if_st
 from .handshake import forget_calls
 from .hop_comparison import forget_hops
 from .ring_channel import Meter
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REFUSALS = (ValueError, TypeError, LookupError, NotImplementedError, ImportError)
@@ -66,30 +63,6 @@ def in_pass(phase: str) -> Callable[[_F], _F]:
         return decorated  # type: ignore[no-any-return]
 
     return decorate
-
-
-class Recoverable:
-    """Base of strategies: how a program goes on after an exception on some ranks."""
-
-    comm: Communicator
-
-    def recoverable(self) -> AbstractContextManager[None]:
-        """Return a context manager for a training step: an exception that leaves it stops the group's other ranks.
-
-        They raise `RankRaised` in this or their next call. Without it, only exceptions inside of calls and their
-        backward passes do so.
-        """
-        return self.comm.passing("step")
-
-    def recover(self) -> None:
-        """Make the next call right on all ranks after an exception in a call, on one rank or on all. Collective.
-
-        Drops unfinished hops, which raise `RankRaised` on the ranks that wait for them, and connects the ranks anew.
-        All strategies over the group have then recovered. Raises `PeerLost` where a rank does not call it within the
-        group's timeout.
-        """
-        if self.comm.passes is not None:
-            self.comm.passes.recover(self.comm.group)
 
 
 class GroupPasses:

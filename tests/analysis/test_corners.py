@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ringprof.analysis.findings.verdict import _waiting_share
+from ringprof.analysis.findings.parts import _waiting_share
 from ringprof.analysis.kinds.classify import classify
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Pair

@@ -243,6 +243,6 @@ def test_the_waterfall_needs_the_work_of_every_group() -> None:
 def test_contradictory_workload_gives_no_peak_in_the_waterfall() -> None:
     """A second step that the workload does not state is not repeated work."""
     waterfall = findings_of(capture_of(2, ADAM), run=captured_run(WORKLOAD, 2 * FLOPS)).waterfall
-    assert (waterfall.peak, waterfall.of("repeated"), waterfall.of("attention")) == (None, 0, 1200)
+    assert (waterfall.work.peak, waterfall.of("repeated"), waterfall.of("attention")) == (None, 0, 1200)
     again = findings_of(capture_of(2, ADAM), run=captured_run(replaced(steps=2), 2 * FLOPS * 9 // 7)).waterfall
-    assert again.peak is not None and again.of("repeated") > 0
+    assert again.work.peak is not None and again.of("repeated") > 0

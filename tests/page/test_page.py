@@ -16,7 +16,7 @@ import pytest
 import ringprof
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
+from ringprof.analysis.findings.parts import WATERFALL_LABELS
 from ringprof.errors import UsageError
 from ringprof.report import timeline
 from ringprof.report.page import bars

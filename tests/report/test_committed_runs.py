@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.verdict import blocked_by_link
+from ringprof.analysis.findings.parts import blocked_by_link
 from ringprof.common.json_object import json_text
 from ringprof.run import read_run
 from tests.analysis.idle_oracle import run_traces_of

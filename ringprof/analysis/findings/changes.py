@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import shared_parts
-from ringprof.analysis.findings.verdict import PASSES
-from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS, WATERFALL_LABELS
+from ringprof.analysis.findings.parts import PASSES, WATERFALL_LABELS
+from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS
 
 MIN_SHARE = 0.01
 """Smallest share of the base's wall time that is named as a change."""

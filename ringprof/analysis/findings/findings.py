@@ -10,10 +10,11 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
 from ringprof.analysis.findings.by_shape import Gemm, LayerTotals, collectives_of_run, gemms_of, layers_of_run
 from ringprof.analysis.findings.inference import Inference, inference_of
+from ringprof.analysis.findings.parts import parts_in_words
 from ringprof.analysis.findings.step_rates import StepRates, step_rates_of
 from ringprof.analysis.findings.summary import Summary, summarise
 from ringprof.analysis.findings.verdict import NextStep, next_step_of, verdict_of
-from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
+from ringprof.analysis.findings.waterfall import Facts, Waterfall, find_waterfall
 from ringprof.analysis.steps.steps import ExposedBySteps, Step, StepFinder, steps_in_memory
 from ringprof.analysis.transfers.collectives import CollectiveTotals
 from ringprof.kernel_rates import DeviceRates
@@ -78,19 +79,25 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
         return () if self.attribution.on_cpu else annotations_of(self.attribution.ranks)
 
     @cached_property
+    def facts(self) -> Facts:
+        """Source of all sentences."""
+        waterfall = find_waterfall(self.attribution, self.summary, self.calibration)
+        return Facts(self.attribution, self.summary, waterfall, self.finder)
+
+    @cached_property
     def waterfall(self) -> Waterfall:
         """Parts of the slowest rank's wall time."""
-        return find_waterfall(self.attribution, self.summary, self.calibration)
+        return msgspec.structs.replace(self.facts.waterfall, parts=parts_in_words(self.facts))
 
     @cached_property
     def verdict(self) -> tuple[str, ...]:
         """Main findings in words, at most four lines."""
-        return verdict_of(self)
+        return verdict_of(self.facts)
 
     @cached_property
     def next_step(self) -> NextStep | None:
         """Largest loss with a recommendation; None where there is none."""
-        return next_step_of(self)
+        return next_step_of(self.facts)
 
 
 def findings_in_memory(attribution: Attribution) -> Findings:

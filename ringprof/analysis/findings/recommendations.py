@@ -1,4 +1,6 @@
-"""Recommendations for each part of a waterfall: one short clause, chosen by the part, its cause and the program.
+"""Recommendations for the parts of a waterfall: one short clause, chosen by the part, its cause and the program.
+
+A function that takes `Facts` is named after the part in `ringprof.analysis.findings.parts` that it belongs to.
 
 A recommendation must be possible for the program. For example, zigzag is not recommended to a run that uses it, nor
 recording all ranks where all have traces. CUDA graphs are not recommended for hops by copy engine, nor fewer merges to
@@ -16,14 +18,13 @@ from statistics import fmean
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.idle_text import (
     PREFETCH,
-    blocked_recommendation,
     host_recommendation,
     largest_host_cause,
     total_idle_causes,
 )
-from ringprof.analysis.findings.kernel_comparison import KernelComparison
 from ringprof.analysis.findings.producers import graphs_advice, producer_of
 from ringprof.analysis.findings.summary import Communication, Summary
+from ringprof.analysis.findings.waterfall import Facts
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST
 from ringprof.common.formatting import milliseconds, percent, three_digits
@@ -46,27 +47,6 @@ MIN_LATE_SHARE = 0.2
 """Smallest share of all waiting that a rank must cause to be named."""
 
 
-def recommendations_of(attribution: Attribution, summary: Summary, kernels: KernelComparison) -> dict[str, str]:
-    """Return a recommendation for each part of a waterfall; parts without one are left out."""
-    by_part = {
-        "slower_kernel": f"--kernel {kernels.fastest} (ringprof kernels)",
-        "kernel_limit": _kernel_limit_advice(attribution, kernels),
-        "kernel": f"another kernel (ringprof calibrate --rates){_more_tokens_clause(attribution)}",
-        "attention": f"a faster attention kernel{_more_tokens_clause(attribution)}",
-        "repeated": _repeated_advice(attribution),
-        "slowdown": _slowdown_advice(attribution),
-        "imbalance": _imbalance_advice(attribution),
-        "exposed_wire": _wire_advice(attribution, longest_on_wire(summary)),
-        "peer_wait": _waiting_advice(attribution, summary),
-        "exposed_unsplit": _unsplit_advice(attribution),
-        "other_groups": "other groups' communication beside computation",
-        "merge_and_copies": _copies_advice(attribution, summary),
-        "launch_gaps": _launch_idle_advice(attribution),
-        "blocked": "" if attribution.on_cpu else blocked_recommendation(attribution),
-    }
-    return {part: text for part, text in by_part.items() if text}
-
-
 def has_hops(attribution: Attribution) -> bool:
     """Return whether the program exchanges pieces of a sequence: a recorded strategy, or ranks with send/recv hops."""
     return _strategy(attribution) is not None or any(rank.hop_totals.count for rank in attribution.ranks)
@@ -79,28 +59,38 @@ def _more_tokens_clause(attribution: Attribution) -> str:
     return f", {_MORE_TOKENS}" if has_hops(attribution) and not decodes else ""
 
 
-def _kernel_limit_advice(attribution: Attribution, kernels: KernelComparison) -> str:
+def attention(facts: Facts) -> str:
+    """Recommend what may shorten attention that is not compared with a peak."""
+    return f"a faster attention kernel{_more_tokens_clause(facts.attribution)}"
+
+
+def another_kernel(facts: Facts) -> str:
+    """Recommend to look for another kernel, or longer blocks."""
+    return f"another kernel (ringprof calibrate --rates){_more_tokens_clause(facts.attribution)}"
+
+
+def kernel_limit(facts: Facts) -> str:
     """Recommend what may bring attention nearer to a matrix product: longer blocks, or to look for another kernel."""
-    longer_blocks = _more_tokens_clause(attribution).removeprefix(", ")
-    if not kernels.fastest_known:
-        return f"another kernel (ringprof calibrate --rates){_more_tokens_clause(attribution)}"
-    return longer_blocks if kernels.gains_with_tokens else ""
+    if not facts.waterfall.work.kernels.fastest_known:
+        return another_kernel(facts)
+    gains = facts.waterfall.work.kernels.gains_with_tokens
+    return _more_tokens_clause(facts.attribution).removeprefix(", ") if gains else ""
 
 
-def _repeated_advice(attribution: Attribution) -> str:
+def repeated(facts: Facts) -> str:
     """Recommend a way to avoid repeated work."""
-    run = attribution.run
+    run = facts.attribution.run
     layer = run.workload.layer if run and run.workload else None
     checkpoints = run is not None and (run.captured or (layer is not None and layer.checkpoint))
     return "less activation checkpointing" if checkpoints else "a strategy that computes nothing twice"
 
 
-def _slowdown_advice(attribution: Attribution) -> str:
+def slowdown(facts: Facts) -> str:
     """Recommend a way to slow attention kernels less by communication."""
-    strategy = _strategy(attribution)
+    strategy = _strategy(facts.attribution)
     if strategy is None or strategy.hops == "copy":
         return ""
-    return f"{_copy_hops_option(attribution, suffix=', ')}fewer NCCL channels"
+    return f"{_copy_hops_option(facts.attribution, suffix=', ')}fewer NCCL channels"
 
 
 def _copy_hops_option(attribution: Attribution, *, suffix: str) -> str:
@@ -194,9 +184,9 @@ def _strategy(attribution: Attribution) -> StrategyUsed | None:
     return attribution.run.strategy if attribution.run else None
 
 
-def _imbalance_advice(attribution: Attribution) -> str:
+def imbalance(facts: Facts) -> str:
     """Recommend a way to balance the ranks, or where to look for the cause."""
-    run = attribution.run
+    attribution, run = facts.attribution, facts.attribution.run
     if known_contiguous(attribution):
         return "zigzag or stripe (the same causal work for all)"
     if rises_with_rank(attribution):
@@ -231,8 +221,9 @@ def _longest_computing_clause(attribution: Attribution) -> str:
     return f": {computes.format(ranks)} {milliseconds(longest[0][0])}, all others at most {milliseconds(others[-1][0])}"
 
 
-def _wire_advice(attribution: Attribution, row: Communication | None) -> str:
-    """Recommend a way to shorten exposed wire time; ``row``: the communication that takes longest on the wire."""
+def exposed_wire(facts: Facts) -> str:
+    """Recommend a way to shorten exposed wire time, by the communication that takes longest on the wire."""
+    attribution, row = facts.attribution, longest_on_wire(facts.summary)
     strategy = _strategy(attribution)
     if strategy is None:
         return "fewer bytes, more computation beside them"
@@ -277,37 +268,31 @@ def _fewer_bytes(attribution: Attribution, strategy: StrategyUsed) -> str:
     return "-p grad_wire=input" if backward and strategy.params.get("grad_wire") in ("exact", "fp32") else "fewer bytes"
 
 
-def waiting_by_cause(attribution: Attribution) -> dict[int, float]:
-    """Return for each rank the share of all waiting that is for it, largest first."""
+def late_ranks(attribution: Attribution) -> dict[int, float]:
+    """Return the ranks that others wait for most, with their share of all waiting, largest first.
+
+    These are the ranks with at least `MIN_LATE_SHARE`, or the one with the largest share where there is none.
+    """
     caused_ns: dict[int, int] = defaultdict(int)
     for rank in attribution.ranks:
         for peer, time in rank.exposed.waited_for.items():
             caused_ns[peer] += time
     total = sum(caused_ns.values())
     ordered = sorted(caused_ns, key=lambda rank: (-caused_ns[rank], rank))
-    return {rank: caused_ns[rank] / total for rank in ordered if caused_ns[rank]}
-
-
-def late_ranks(attribution: Attribution) -> dict[int, float]:
-    """Return the ranks that others wait for most, with their share of all waiting.
-
-    These are the ranks with at least `MIN_LATE_SHARE`, or the one with the largest share where there is none.
-    """
-    shares = waiting_by_cause(attribution)
+    shares = {rank: caused_ns[rank] / total for rank in ordered if caused_ns[rank]}
     late = {rank: share for rank, share in shares.items() if share >= MIN_LATE_SHARE}
     return late or dict(list(shares.items())[:1])
 
 
-def _waiting_advice(attribution: Attribution, summary: Summary) -> str:
+def peer_wait(facts: Facts) -> str:
     """Recommend a way to shorten waiting for peers: for slow links, or else for late ranks."""
-    if slow_between_hosts(summary) or slow_senders(attribution):
+    attribution, strategy = facts.attribution, _strategy(facts.attribution)
+    if slow_between_hosts(facts.summary) or slow_senders(attribution):
         # Ranks wait for slow hops, not for computation.
-        if _strategy(attribution) is None:
-            return "faster links, fewer bytes over the slow ones"
-        return _wire_advice(attribution, longest_on_wire(summary))
-    if attribution.run and attribution.run.strategy and attribution.run.strategy.name == "state-ring":
+        return exposed_wire(facts) if strategy else "faster links, fewer bytes over the slow ones"
+    if strategy and strategy.name == "state-ring":
         # Ranks pass the state one after another, so each is waited for by those behind it.
-        return _state_advice(attribution, attribution.run.strategy)
+        return _state_advice(attribution, strategy)
     late = late_ranks(attribution)
     if not late:
         return ""
@@ -327,8 +312,9 @@ def _late_idle_clause(attribution: Attribution, late: Mapping[int, float]) -> st
     return ": " + ", ".join(f"rank {rank} idles {milliseconds(time)}" for rank, time in idle_ns.items()) + " (--idle)"
 
 
-def _unsplit_advice(attribution: Attribution) -> str:
+def exposed_unsplit(facts: Facts) -> str:
     """Recommend a way to separate wire from waiting, or on CPU to shorten both."""
+    attribution = facts.attribution
     if not attribution.on_cpu:
         is_incomplete = attribution.world_size > len(attribution.ranks)
         return "record all ranks to tell wire from wait" if is_incomplete else ""
@@ -338,9 +324,10 @@ def _unsplit_advice(attribution: Attribution) -> str:
     return ""
 
 
-def _copies_advice(attribution: Attribution, summary: Summary) -> str:
+def merge_and_copies(facts: Facts) -> str:
     """Recommend a way to shorten the longest kind among merges, permutations and memory operations."""
-    rows = [row for row in summary.kinds if row.kind in (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)]
+    attribution = facts.attribution
+    rows = [row for row in facts.summary.kinds if row.kind in (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)]
     if not rows:
         return ""
     place_clause = "" if attribution.on_cpu else " on the GPU"
@@ -372,9 +359,9 @@ def _memory_copies_advice(attribution: Attribution) -> str:
 _HOST_COPY = re.compile(r"HtoD|DtoH|Host")
 
 
-def _launch_idle_advice(attribution: Attribution) -> str:
+def launch_gaps(facts: Facts) -> str:
     """Recommend a way to shorten idle time before launches."""
-    strategy, run = _strategy(attribution), attribution.run
+    attribution, strategy, run = facts.attribution, _strategy(facts.attribution), facts.attribution.run
     more_tokens = _more_tokens_clause(attribution)
     if attribution.on_cpu:
         return more_tokens.removeprefix(", ") if strategy else ""

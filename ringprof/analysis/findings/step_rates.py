@@ -155,6 +155,11 @@ def computation_clause(attribution: Attribution, summary: Summary) -> str:
     return f"what computes longest is {', then '.join(largest)} of the time{''.join(others)}{_mfu_clause(rates)}"
 
 
+def computes_longest(attribution: Attribution, summary: Summary) -> str:
+    """Return the label of the part or kind that `computation_clause` names first; empty where nothing computes."""
+    return next((label for _, label, _ in _longest_parts(attribution, summary)), "")
+
+
 def compute_part_sentence(attribution: Attribution, part: str, share: float, part_name: str) -> str:
     """Say how much time a part other than attention takes, after attention if that takes longer.
 

@@ -41,7 +41,7 @@ class KindRow(msgspec.Struct, frozen=True):
     time_ns: float
     """Summed duration of the activities, mean over ranks."""
     share: float
-    """``time_ns`` as a share of the mean wall time; kinds may overlap, so shares need not sum to 1."""
+    """Time in which any of the activities runs, as a share of the wall time; shares of several kinds may overlap."""
     calls: float
     """Number of activities, mean over ranks."""
     average_ns: float
@@ -255,12 +255,12 @@ def _kind_rows(ranks: Sequence[Rank], wall_ns: float) -> tuple[KindRow, ...]:
             continue
         total_ns, calls = sum(kind_time.time_ns for kind_time in times), sum(kind_time.calls for kind_time in times)
         hidden_ns = total([kind_time.hidden_ns for kind_time in times])
-        mean_ns = total_ns / len(ranks)
+        busy_ns = sum(kind_time.busy_ns for kind_time in times)
         rows.append(
             KindRow(
                 kind=kind,
-                time_ns=mean_ns,
-                share=_ratio(mean_ns, wall_ns),
+                time_ns=total_ns / len(ranks),
+                share=_ratio(busy_ns / len(ranks), wall_ns),
                 calls=calls / len(ranks),
                 average_ns=_ratio(total_ns, calls),
                 hidden=None if hidden_ns is None or kind not in COMMUNICATION else _ratio(hidden_ns, total_ns),

@@ -192,10 +192,12 @@ _CELL_PATTERNS = (
     (r"# of Calls|Number of Calls|Calls|Node ID", r"-?[0-9]{1,18}"),
     (r".*%", rf"{_DECIMAL}%|nan|NaN|0|-?inf%?"),
     (r".*Mem", rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]"),
-    (r"Name|Overload Name|Input Shapes|Source Loc.*|.*FLOP.*", None),
-    (r".*", rf"{_DECIMAL}(?:ns|us|ms|s)"),
+    (r"Self .*|.*\b(?:time|total|avg)", rf"{_DECIMAL}(?:ns|us|ms|s)"),
+    (r".*", None),
 )
 """Patterns of titles, with the pattern of the cells below them; None for a column of text. The first match counts."""
+_TEXT_CELL = r"\S{1,200}(?: \S{1,200}){0,8}"
+"""Pattern of a text cell between numbers; only one space at a time is inside of a cell."""
 _TIME = re.compile(r"(-?)([0-9]{1,18})(?:\.([0-9]{1,12}))?(ns|us|ms|s)")
 _SHARE = re.compile(r"(-?[0-9]{1,18})(?:\.([0-9]{1,12}))?%?")
 
@@ -209,12 +211,14 @@ UNIT_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s
 
 
 class Columns:
-    """The columns of one table: names at the left, then numbers, then possibly shapes and stacks."""
+    """The columns of one table: names at the left, then numbers with texts between, then possibly more texts."""
 
     def __init__(self, titles: Sequence[str], rule: DashedRule) -> None:
         patterns = [next(cells for title, cells in _CELL_PATTERNS if re.fullmatch(title, text)) for text in titles]
         first_number = next((index for index, pattern in enumerate(patterns) if pattern), len(patterns))
-        numbers = " {2,}".join(f"({pattern})" for pattern in patterns if pattern)
+        last_number = max((index for index, pattern in enumerate(patterns) if pattern), default=-1)
+        cells = patterns[first_number : last_number + 1]
+        numbers = " {2,}".join(f"({pattern})" if pattern else _TEXT_CELL for pattern in cells)
         self._numbers = re.compile(numbers + (r"(?: {2}| ?$)" if patterns[-1] is None else " *$"))
         self._titles = [title for title, pattern in zip(titles, patterns, strict=True) if pattern]
         self._name_end = rule.spans[0][1] if first_number > 1 else None

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
+from ringprof.analysis.findings.parts import WATERFALL_LABELS
 from ringprof.analysis.findings.time_table import PARTS
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall, WaterfallPart
+from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
 from ringprof.common.formatting import percent, significant
 from ringprof.report import palette
 from ringprof.report.page.document import Bar, BarChart, BarRow

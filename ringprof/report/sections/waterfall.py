@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall
+from ringprof.analysis.findings.parts import WATERFALL_LABELS
+from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.common.formatting import percent
 from ringprof.report.listing import Field, FieldTable
 from ringprof.report.page import bars

@@ -181,8 +181,7 @@ def test_waterfall_slowdown_is_attention_time_above_solo_time():
     run = recorded_run(controls=CONTROLS, workload=Workload(seq=16, heads=8, kv_heads=8, head_dim=64))
     attribution = attribute([b.trace() for b in ring_with_compute()], run)
     summary = replace(summarise(attribution), devices=("NVIDIA H200",))
-    parts = {part.part: part for part in find_waterfall(attribution, summary).parts}
-    assert parts["slowdown"].time_ns == (4600 - 4200) / 4
+    assert find_waterfall(attribution, summary).of("slowdown") == (4600 - 4200) / 4
 
 
 def test_slowdown_is_per_iteration_of_two_profiled_iterations():

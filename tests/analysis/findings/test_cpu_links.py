@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ringprof.analysis.findings.verdict import blocked_by_link, cpu_blocked_sentence
+from ringprof.analysis.findings.parts import blocked_by_link, cpu_blocked_sentence
 from ringprof.run import Sent, Work
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder

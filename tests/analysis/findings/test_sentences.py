@@ -8,9 +8,11 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.parts import parts_in_words
 from ringprof.analysis.findings.recommendations import rate_to_hide
 from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.waterfall import find_waterfall
+from ringprof.analysis.findings.waterfall import Facts, find_waterfall
+from ringprof.analysis.steps.steps import steps_in_memory
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
 from ringprof.workload.workload import Workload
@@ -223,7 +225,8 @@ def test_the_evidence_of_a_run_against_the_devices_peak(counted):
     attribution = attribute([b.trace() for b in ring_with_compute()], run)
     summary = replace(summarise(attribution), devices=("NVIDIA H200",))
     needed, done, spent = 14 * 8 * 64 * 136, 4 * 10**9, 4600
-    words = {part.part: part for part in find_waterfall(attribution, summary).parts}
+    facts = Facts(attribution, summary, find_waterfall(attribution, summary), steps_in_memory(attribution.ranks))
+    words = {part.part: part for part in parts_in_words(facts)}
     assert words["peak"].evidence == "0.0 TFLOP per device at 989 TFLOP/s (H200, dense bf16, vendor's figure)"
     rate = (done if counted else needed) / spent / 1e3
     merged = "" if counted else " repeated work and"

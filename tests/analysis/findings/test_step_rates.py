@@ -306,6 +306,17 @@ def test_part_with_a_rate_is_named_before_longer_parts():
     )
 
 
+def test_a_kind_that_is_the_largest_loss_and_computes_longest_has_one_number():
+    """The gather runs for 60 of 100 us, for 5 of them beside the product: 55 are a part of the waterfall."""
+    step = Step().run("vectorized_gather_kernel", 100, 160, launched=1).run(GEMM, 155, 190, launched=2)
+    step.run("elementwise_kernel", 190, 200, launched=3)
+    step_findings = findings(step)
+    assert step_findings.waterfall.of("merge_and_copies") == 55_000
+    assert step_findings.verdict[1] == (
+        "What computes longest is permute and gather 60.0 %, then matrix products 35.0 % of the time."
+    )
+
+
 def test_verdict_of_attention_alone_states_its_rate():
     shape = [1, 8, 2048, 128]
     step = Step().operate(SDPA, 2, 8, [shape] * 3, values=("", "", "", "0.", "True")).run(FLASH, 100, 170, launched=4)

@@ -42,6 +42,13 @@ def test_exposed_shares_name_the_worst_rank():
     assert summary.exposed_mean == summary.parts[1].share
 
 
+def test_kernels_of_a_kind_in_flight_at_once_take_their_time_once():
+    b = Builder().run(FLASH, 100, 160, launched=1).run(FLASH, 140, 180, launched=2, stream=8)
+    b.run("elementwise_kernel", 180, 200, launched=3)
+    flash, _ = summary_of([b]).kinds
+    assert (flash.time_ns, flash.calls, flash.average_ns, flash.share) == (100, 2, 50, pytest.approx(80 / 100))
+
+
 def test_communication_is_split_over_all_ranks():
     (row,) = summary_of(ring_with_compute()).communication
     assert (row.kind, row.kernels, row.sent_bytes) == ("send_recv", 4, 4 * 2 * BYTES)

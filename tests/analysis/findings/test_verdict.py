@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.verdict import _work_clause, _worst_step_clause, exposed_shares
+from ringprof.analysis.findings.parts import _work_clause, _worst_step_clause
+from ringprof.analysis.findings.verdict import exposed_shares
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, LIMITS
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.timeline.window import Focus
@@ -385,7 +386,7 @@ def test_imbalance_is_called_causal_under_a_causal_mask(causal, work):
 
 
 def test_no_worst_step_without_exposed_time():
-    facts: Any = SimpleNamespace(exposed_by_step={("fwd", 0): (0, 1), ("fwd", 1): (0, 1)})
+    facts: Any = SimpleNamespace(finder=SimpleNamespace(exposed_by_step={("fwd", 0): (0, 1), ("fwd", 1): (0, 1)}))
     assert _worst_step_clause(facts) == ""
 
 

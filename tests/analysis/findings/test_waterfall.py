@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.exposure import exposure_of
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS, find_waterfall
+from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.parts import WATERFALL_LABELS
+from ringprof.analysis.findings.waterfall import ATTENTION_PARTS
 from ringprof.analysis.intervals import length_ns
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.run import Work
@@ -43,7 +44,7 @@ FIRST = {
 
 
 def waterfall_of(attribution):
-    return find_waterfall(attribution, summarise(attribution))
+    return findings_in_memory(attribution).waterfall
 
 
 def instants(rank, blocks):
@@ -221,7 +222,7 @@ def test_one_rank_has_unsplit_exposed_communication():
 
 def test_waterfall_without_run_json_has_no_rate_or_peak():
     waterfall = waterfall_of(attribute([builder.trace() for builder in ring_pass()]))
-    assert waterfall.peak is None
+    assert waterfall.work.peak is None
     assert waterfall.tflops is None
     assert {part.tflops for part in waterfall.parts} == {None}
 
@@ -268,7 +269,7 @@ def test_waterfall_frame_has_the_parts():
 
 def test_no_rates_where_run_json_has_another_world_size():
     attribution = attribute([builder.trace() for builder in ring_pass()], recorded_run(world_size=8))
-    assert waterfall_of(attribution).peak is None
+    assert waterfall_of(attribution).work.peak is None
 
 
 def test_hidden_bound_is_communication_where_that_is_longer():

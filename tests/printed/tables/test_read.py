@@ -151,6 +151,23 @@ CUDA time total: 3.250s
     assert table.self_device_total_ns == 3_250_000_000
 
 
+@pytest.mark.parametrize(
+    ("title", "cell"), [("Type", "CUDA kernel"), ("Full Name", "void gemm<(int)4, float>(Params)")]
+)
+@pytest.mark.parametrize("position", [25, 53, None])
+def test_columns_of_text_may_stand_anywhere(title: str, cell: str, position: int | None) -> None:
+    """After the name, between numbers or at the end."""
+    lines = SMALL.splitlines()
+    cells = ["-" * 40, title, "-" * 40, cell, cell, cell, "-" * 40]
+    lines[:7] = [
+        f"{line[:position]}  {text:>40}{line[position:] if position else ''}"
+        for line, text in zip(lines, cells, strict=False)
+    ]
+    (table,), (without,) = read_tables("\n".join(lines).encode(), "log"), read_tables(SMALL.encode(), "log")
+    assert (table.rows, table.warnings) == (without.rows, ())
+    assert title in table.columns and table.self_device_total_ns == 5_000_000
+
+
 def test_nsys_summaries_become_one_table() -> None:
     table = read_tables(NSYS.encode(), "log")[0]
     assert [(row.name[:20], row.calls, row.self_device_ns, row.self_cpu_ns) for row in table.rows] == [
@@ -213,6 +230,7 @@ def test_damaged_table_raises_only_table_errors(data: st.DataObject) -> None:
         SMALL[:220] + "a b  " * 60_000,
         SMALL.splitlines()[1] + "\n" + "-" * 100_000 + "\n",
         "Total,Instances,Name," * 15_000,
+        "Name    Calls  Type    Self CPU\n------  -----  ------  --------\n" + f"a  {'1  ' * 20}{'b ' * 40}\n" * 2_000,
         "".join(f"{'Name':<{9 + n}}  Calls  Self CPU\n{'-' * (7 + n)}  -----  --------\n" for n in range(400))
         + f"{'a':<500}  1  1.000us\n" * 4_000,
         "".join(f"r{n}:Name   Calls  Self CPU\nr{n}:-----  -----  --------\n" for n in range(2_000)),
