@@ -26,6 +26,7 @@ from ringprof.strategies.recurrent.kernels import NAMES as RECURRENCE_KERNELS
 from ringprof.strategies.recurrent.kernels import choose_kernel
 from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 from ringprof.strategies.registry import check_parameters, parse_parameter
+from ringprof.workload.combinations import raise_if_refused
 from ringprof.workload.workload import Workload
 
 CPU_RANKS = 4
@@ -95,15 +96,16 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
+    device = resolve_device(request.device)
+    raise_if_refused({
+        **request.workload.features(), "hops": request.hops, "controls": request.controls,
+        "cuda_graph": request.cuda_graph, "cp_sizes": request.cp_sizes, "ranks_per_host": request.ranks_per_host,
+        "param": request.params, "cpu": device == "cpu",
+    })  # fmt: skip
     if request.workload.recurrent:
-        return _resolve_recurrence(request, rank_info)
+        return _resolve_recurrence(request, device, rank_info)
     strategy = load_strategy(request.strategy)
     _check_phase(strategy, request)
-    _check_combinations(request)
-    device = resolve_device(request.device)
-    if request.hops == "copy" and device == "cpu":
-        raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
-    _check_cuda_graph(request, device)
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
         request = msgspec.structs.replace(request, hops="nccl")
     world = resolve_world_size(request.world, device, rank_info)
@@ -127,20 +129,6 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     return msgspec.structs.replace(request, device=device, world=world, params=params, **_iterations(request, device))
 
 
-def _check_cuda_graph(request: RecordRequest, device: str) -> None:
-    """Raise `UsageError` where the request wants a CUDA graph that cannot be captured."""
-    if not request.cuda_graph:
-        return
-    if device == "cpu":
-        raise UsageError("--cuda-graph needs GPUs")
-    if request.hops == "copy":
-        raise UsageError(
-            "--cuda-graph: hops by copy engine need increasing counters, which a graph cannot replay: use --hops nccl"
-        )
-    if request.controls:
-        raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
-
-
 def _iterations(request: RecordRequest, device: str) -> dict[str, int]:
     """Return the numbers of warm-up and timed iterations by field. Raises `UsageError`."""
     warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if device == "cuda" else 1)
@@ -149,21 +137,12 @@ def _iterations(request: RecordRequest, device: str) -> dict[str, int]:
     return {"warmup": warmup, "iters": request.iters or (10 if device == "cuda" else 3)}
 
 
-def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest:
+def _resolve_recurrence(request: RecordRequest, device: str, rank_info: RankInfo | None) -> RecordRequest:
     """Resolve the request of a recurrence. Raises `UsageError` and its subclasses."""
     workload = request.workload
     strategy = load_recurrent_strategy(request.strategy, workload.operator)
-    unused = {
-        "cp-sizes": request.cp_sizes, "layer": workload.layer, "hops copy": request.hops == "copy",
-        "param": request.params,
-    }  # fmt: skip
-    for option, value in unused.items():
-        if value:
-            raise UsageError(f"--{option} does not go with --operator {workload.operator} (record without --{option})")
     if request.kernel not in RECURRENCE_KERNELS:
         raise UsageError(f"no kernel {request.kernel!r} for recurrences; there are: {', '.join(RECURRENCE_KERNELS)}")
-    device = resolve_device(request.device)
-    _check_cuda_graph(request, device)
     world = resolve_world_size(request.world, device, rank_info)
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
@@ -315,27 +294,6 @@ def _check_pattern(strategy: type[Strategy], request: RecordRequest, world: int)
                 reason = reason or f"{part.seq // world} tokens per rank are fewer than the convolution reads"
             if reason:
                 raise UnsupportedWorkloadError(f"strategy {layer.recurrent_strategy!r} cannot run this: {reason}")
-
-
-def _check_combinations(request: RecordRequest) -> None:
-    """Refuse options that cannot be combined. Raises `UsageError`."""
-    workload, score_options = request.workload, ("softcap", "sinks", "v-head-dim")
-    values = {
-        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": workload.layer,
-        "phase": workload.kv_length, "documents": workload.documents, "window-size": workload.window,
-        "prefix": workload.prefix,
-        "ranks-per-node": request.ranks_per_host, "softcap": workload.softcap, "sinks": workload.sinks,
-        "v-head-dim": workload.v_head_dim,
-    }  # fmt: skip
-    excluded = {
-        f"phase {workload.phase}": (workload.kv_length, ("controls", "documents")),
-        "layer": (workload.layer, ("controls", "cuda-graph", *score_options)),
-        "cp-sizes": (request.cp_sizes, tuple(values)),
-    }
-    for excluding, (value, options) in excluded.items():
-        for option in options:
-            if value and values[option]:
-                raise UsageError(f"--{option} does not go with --{excluding} (record without --{option})")
 
 
 def resolve_device(device: str) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ringprof.common.json_object import JsonObject
+from ringprof.workload.combinations import why_refused
 from ringprof.workload.mask import NO_LIMIT, Mask
 from ringprof.workload.recurrences import RECURRENCES, Operator, recurrence_flops
 
@@ -104,27 +106,37 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the short causal convolution before a recurrence reads; None: no convolution."""
 
     def __post_init__(self) -> None:
-        self._check_phase()
-        if self.recurrent:
-            self._check_recurrence()
-        elif self.conv_width is not None:
-            raise ValueError("attention has no convolution before it")
-        elif self.v_head_dim is not None and self.v_head_dim > self.head_dim:
-            raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
+        if reason := why_refused(self.features()):
+            raise ValueError(reason)
+        if self.recurrent and self.heads % self.kv_heads:
+            raise ValueError(f"--kv-heads {self.kv_heads} does not divide the {self.heads} heads")
+        if not self.recurrent and self.value_dim > self.head_dim:
+            raise ValueError(
+                f"--v-head-dim {self.v_head_dim}: heads of v are at most as large as those of q and k, {self.head_dim}"
+            )
+        if self.kv_length is not None and self.kv_length < self.seq:
+            raise ValueError(f"--kv-length {self.kv_length} holds the new tokens, too: at least {self.seq}")
+        if self.kv_length is not None and self.backward:
+            raise ValueError(f"{self.phase} is forward only")
         if self.sequences is not None and any(self.seq % count for count in self.sequences):
             raise ValueError(f"{self.seq} tokens are no even sequences, {self.sequences} of them")
-        if self.prefix is not None and self.window is None and self.causal:
-            raise ValueError(
-                f"a prefix of {self.prefix} tokens goes with a window, or without a causal mask (prefix LM)"
-            )
         if self.layer is not None and self.layer.pattern is not None:
-            recurrent = any(operator in RECURRENCES for operator in self.layer.pattern)
-            if "attention" not in self.layer.pattern or recurrent != (self.layer.recurrent_strategy is not None):
-                raise ValueError("a pattern has attention, and with recurrences a strategy for them")
+            if self.layer.recurrent_strategy is None and set(self.layer.pattern) - {"attention"}:
+                raise ValueError("a pattern with recurrences needs a strategy for them")
         if self.layers % len(self.pattern):
             raise ValueError(f"{self.layers} layers are no multiple of the pattern {','.join(self.pattern)}")
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
+
+    def features(self) -> JsonObject:
+        """Return the values of the workload's features, by the names of `ringprof.workload.combinations`."""
+        return {
+            "operator": self.operator, "phase": self.phase, "kv_length": self.kv_length, "causal": self.causal,
+            "documents": self.documents, "window_size": self.window, "prefix": self.prefix, "softcap": self.softcap,
+            "sinks": self.sinks, "v_head_dim": self.v_head_dim, "conv_width": self.conv_width, "layer": self.layer,
+            "pattern": self.layer and self.layer.pattern,
+            "recurrent_strategy": self.layer and self.layer.recurrent_strategy,
+        }  # fmt: skip
 
     @property
     def pattern(self) -> tuple[Operator, ...]:
@@ -158,27 +170,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def value_dim(self) -> int:
         """Head size of v."""
         return self.v_head_dim or self.head_dim
-
-    def _check_recurrence(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} heads of keys")
-        softmax_alone = {
-            "a full mask": not self.causal, "a window": self.window, "a prefix": self.prefix,
-            "a soft cap": self.softcap, "sinks": self.sinks, "a cache": self.kv_length,
-        }  # fmt: skip
-        for name, value in softmax_alone.items():
-            if value:
-                raise ValueError(f"{name} belongs to attention, and the operator is {self.operator}")
-
-    def _check_phase(self) -> None:
-        if (self.phase == "training") != (self.kv_length is None):
-            raise ValueError(f"phase {self.phase} and kv_length {self.kv_length}: inference has both, training neither")
-        if self.kv_length is None:
-            return
-        if self.kv_length < self.seq:
-            raise ValueError(f"kv_length {self.kv_length} holds the {self.seq} new tokens, too")
-        if self.backward or self.documents is not None:
-            raise ValueError(f"{self.phase} is forward only, over one document")
 
     def mask(self) -> Mask:
         """Return the attention mask over all keys; in inference, only the last tokens have queries."""
