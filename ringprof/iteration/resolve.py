@@ -102,13 +102,18 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         "cuda_graph": request.cuda_graph, "cp_sizes": request.cp_sizes, "ranks_per_host": request.ranks_per_host,
         "param": request.params, "cpu": device == "cpu",
     })  # fmt: skip
+    world = resolve_world_size(request.world, device, rank_info)
+    if request.ranks_per_host is not None and world % request.ranks_per_host:
+        raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
+    if request.hops == "auto" and (device == "cpu" or request.cuda_graph or request.workload.recurrent):
+        request = msgspec.structs.replace(request, hops="nccl")
     if request.workload.recurrent:
-        return _resolve_recurrence(request, device, rank_info)
+        kernel = _recurrence_kernel(request, device, world)
+        return msgspec.structs.replace(
+            request, device=device, world=world, kernel=kernel, **_iterations(request, device)
+        )
     strategy = load_strategy(request.strategy)
     _check_phase(strategy, request)
-    if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
-        request = msgspec.structs.replace(request, hops="nccl")
-    world = resolve_world_size(request.world, device, rank_info)
     params = strategy.with_placement(
         world, ranks_per_host(request, rank_info, world), **typed_params(strategy, request.strategy, request.params)
     )
@@ -117,10 +122,6 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         params = typed_params(strategy, request.strategy, request.params)
         request = _with_sequences(strategy, request, params, world)
     else:
-        if request.ranks_per_host is not None and world % request.ranks_per_host:
-            raise UnsupportedWorkloadError(
-                f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks"
-            )
         with strategy_errors():
             reason = why_unsupported(strategy, request.workload, world, params)
         if reason:
@@ -137,15 +138,12 @@ def _iterations(request: RecordRequest, device: str) -> dict[str, int]:
     return {"warmup": warmup, "iters": request.iters or (10 if device == "cuda" else 3)}
 
 
-def _resolve_recurrence(request: RecordRequest, device: str, rank_info: RankInfo | None) -> RecordRequest:
-    """Resolve the request of a recurrence. Raises `UsageError` and its subclasses."""
+def _recurrence_kernel(request: RecordRequest, device: str, world: int) -> str:
+    """Check the request of a recurrence, and return the name of its kernel. Raises `UsageError` and its subclasses."""
     workload = request.workload
     strategy = load_recurrent_strategy(request.strategy, workload.operator)
     if request.kernel not in RECURRENCE_KERNELS:
         raise UsageError(f"no kernel {request.kernel!r} for recurrences; there are: {', '.join(RECURRENCE_KERNELS)}")
-    world = resolve_world_size(request.world, device, rank_info)
-    if request.ranks_per_host is not None and world % request.ranks_per_host:
-        raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
     reason = strategy.why_unsupported(workload.seq, workload.heads, world)
     if workload.operator not in strategy.operators:
         reason = f"it computes {', '.join(strategy.operators)} alone"
@@ -158,22 +156,14 @@ def _resolve_recurrence(request: RecordRequest, device: str, rank_info: RankInfo
         reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"
     if reason:
         raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
-    kernel = recurrence_kernel(request.kernel, workload, device)
-    return msgspec.structs.replace(
-        request, device=device, world=world, hops="nccl", kernel=kernel, **_iterations(request, device)
-    )
-
-
-def recurrence_kernel(name: str, workload: Workload, device: str) -> str:
-    """Return the name of the kernel that ``name`` (perhaps ``auto``) stands for. Raises `UnsupportedWorkloadError`."""
     sizes = (workload.heads, workload.head_dim), (workload.heads, workload.value_dim)
     k, v = (torch.empty(1, 1, *size, dtype=torch_dtype(workload), device=device) for size in sizes)
-    gate = torch.empty(1, 1, workload.heads, workload.head_dim if workload.operator == "gla" else 1, device=device)
-    beta = gate.squeeze(-1) if workload.operator == "gdn" else None
+    gate = torch.empty(1, 1, workload.heads, workload.head_dim if workload.traits.channel_decay else 1, device=device)
+    beta = gate.squeeze(-1) if workload.traits.delta_rule else None
     with strategy_errors(), warnings.catch_warnings():
         # The plan names the kernel, and the ranks warn of a slow one.
         warnings.simplefilter("ignore")
-        return choose_kernel(name, Inputs(k, k, v, gate, beta, 1.0)).name
+        return choose_kernel(request.kernel, Inputs(k, k, v, gate, beta, 1.0)).name
 
 
 def _with_sequences(strategy: type[Strategy], request: RecordRequest, params: Params, world: int) -> RecordRequest:

@@ -10,7 +10,7 @@ import msgspec
 from ringprof.common.json_object import JsonObject
 from ringprof.workload.combinations import why_refused
 from ringprof.workload.mask import NO_LIMIT, Mask
-from ringprof.workload.recurrences import RECURRENCES, Operator, recurrence_flops
+from ringprof.workload.recurrences import TRAITS, Operator, OperatorTraits, recurrence_flops
 
 _SHARE = 32
 """Ratio of the memory for reading to the largest accepted ``run.json``: one made of empty lists needs 20 times its
@@ -29,8 +29,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 Phase = Literal["training", "prefill", "decode"]
-PATTERN_CONVOLUTION = 4
-"""Tokens that the convolution of a pattern's gated delta nets and Mamba-2 layers reads, as in Qwen3-Next."""
 
 
 class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,17 +152,22 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if len(set(self.pattern)) == 1 or operator == "attention":
             return msgspec.structs.replace(self, layer=None, layers=count)
+        traits = TRAITS[operator]
         return Workload(
-            batch=self.batch, seq=self.seq, heads=self.heads, kv_heads=1 if operator == "mamba2" else self.heads,
+            batch=self.batch, seq=self.seq, heads=self.heads, kv_heads=1 if traits.state_space else self.heads,
             head_dim=self.head_dim, dtype=self.dtype, backward=self.backward, layers=count, steps=self.steps,
-            documents=self.documents, operator=operator,
-            conv_width=PATTERN_CONVOLUTION if operator in ("gdn", "mamba2") else None,
+            documents=self.documents, operator=operator, conv_width=traits.convolution,
         )  # fmt: skip
+
+    @property
+    def traits(self) -> OperatorTraits:
+        """Facts about the operator."""
+        return TRAITS[self.operator]
 
     @property
     def recurrent(self) -> bool:
         """Whether the operator is a recurrence."""
-        return self.operator in RECURRENCES
+        return self.traits.recurrent
 
     @property
     def value_dim(self) -> int:
@@ -231,7 +234,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.recurrent:
             tokens, passes = self.batch * self.seq * self.layers * self.steps, 3 if self.backward else 1
             sizes = self.heads, self.head_dim, self.value_dim
-            return recurrence_flops(tokens, *sizes, delta_rule=self.operator == "gdn", passes=passes)
+            return recurrence_flops(tokens, *sizes, delta_rule=self.traits.delta_rule, passes=passes)
         return self._flops(2 * self.pairs())
 
     def pairs(self) -> int:
@@ -246,13 +249,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.layer is None:
             return 0
-        hidden, size = self.heads * self.head_dim, self.head_dim
-        kv, gates = {
-            "attention": (2 * self.kv_heads * size, 0), "gdn": (2 * hidden, hidden + 2 * self.heads),
-            "mamba2": (2 * size, hidden + self.heads), "simple-gla": (2 * hidden, hidden + self.heads),
-            "gla": (2 * hidden, 2 * hidden),
-        }[operator]  # fmt: skip
-        return hidden * (2 * hidden + kv + gates + 3 * self.layer.mlp_size)
+        traits, hidden, kv_heads, gates = TRAITS[operator], self.heads * self.head_dim, self.kv_heads, 0
+        if traits.recurrent:
+            kv_heads = 1 if traits.state_space else self.heads
+            gates = hidden + traits.gates(self.heads, self.head_dim)
+        return hidden * (2 * hidden + 2 * kv_heads * self.head_dim + gates + 3 * self.layer.mlp_size)
 
     def all_parameters(self) -> int:
         """Count the parameters of the matrices of all layers."""
@@ -288,7 +289,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def mask_in_words(self) -> str:
         """Describe the mask, or the recurrence and its documents: ``causal, 3 documents of 100 to 900 tokens``."""
         words = str(self.mask())
-        return words.replace("causal", RECURRENCES[self.operator], 1) if self.recurrent else words
+        return words.replace("causal", self.traits.words, 1) if self.recurrent else words
 
     def mask_in_short(self) -> str:
         """Describe the mask or recurrence, with its options, in a few words: ``causal, 15 documents, window 4096``."""
