@@ -144,18 +144,7 @@ def _recurrence_kernel(request: RecordRequest, device: str, world: int) -> str:
     strategy = load_recurrent_strategy(request.strategy, workload.operator)
     if request.kernel not in RECURRENCE_KERNELS:
         raise UsageError(f"no kernel {request.kernel!r} for recurrences; there are: {', '.join(RECURRENCE_KERNELS)}")
-    reason = strategy.why_unsupported(workload.seq, workload.heads, world)
-    if workload.operator not in strategy.operators:
-        reason = f"it computes {', '.join(strategy.operators)} alone"
-    elif request.cuda_graph and not strategy.counts_all_sent:
-        reason = "no CUDA graph of another package's calls has been tried (record it without --cuda-graph)"
-    elif workload.batch > 1 and not strategy.takes_batches:
-        reason = f"it takes one batch entry, not {workload.batch}"
-    local = workload.seq // world
-    if workload.conv_width is not None and local < workload.conv_width - 1:
-        reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"
-    if reason:
-        raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
+    _refuse_recurrence(strategy, request.strategy, workload, world, cuda_graph=request.cuda_graph)
     sizes = (workload.heads, workload.head_dim), (workload.heads, workload.value_dim)
     k, v = (torch.empty(1, 1, *size, dtype=torch_dtype(workload), device=device) for size in sizes)
     gate = torch.empty(1, 1, workload.heads, workload.head_dim if workload.traits.channel_decay else 1, device=device)
@@ -164,6 +153,23 @@ def _recurrence_kernel(request: RecordRequest, device: str, world: int) -> str:
         # The plan names the kernel, and the ranks warn of a slow one.
         warnings.simplefilter("ignore")
         return choose_kernel(request.kernel, Inputs(k, k, v, gate, beta, 1.0)).name
+
+
+def _refuse_recurrence(
+    strategy: type[RecurrentStrategy], name: str, workload: Workload, world: int, *, cuda_graph: bool = False
+) -> None:
+    """Raise `UnsupportedWorkloadError` where a strategy cannot run a recurrence on ``world`` ranks."""
+    reason, local = strategy.why_unsupported(workload.seq, workload.heads, world), workload.seq // world
+    if workload.operator not in strategy.operators:
+        reason = f"it computes {', '.join(strategy.operators)} alone"
+    elif cuda_graph and not strategy.counts_all_sent:
+        reason = "no CUDA graph of another package's calls has been tried (record it without --cuda-graph)"
+    elif workload.batch > 1 and not strategy.takes_batches:
+        reason = f"it takes one batch entry, not {workload.batch}"
+    elif workload.conv_width is not None and local < workload.conv_width - 1:
+        reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"
+    if reason:
+        raise UnsupportedWorkloadError(f"strategy {name!r} cannot run this: {reason}")
 
 
 def _with_sequences(strategy: type[Strategy], request: RecordRequest, params: Params, world: int) -> RecordRequest:
@@ -279,11 +285,7 @@ def _check_pattern(strategy: type[Strategy], request: RecordRequest, world: int)
     for operator in dict.fromkeys(workload.pattern):
         part = workload.part(operator)
         if part is not None and part.recurrent:
-            reason = recurrent.why_unsupported(part.seq, part.heads, world)
-            if part.conv_width is not None and part.seq // world < part.conv_width - 1:
-                reason = reason or f"{part.seq // world} tokens per rank are fewer than the convolution reads"
-            if reason:
-                raise UnsupportedWorkloadError(f"strategy {layer.recurrent_strategy!r} cannot run this: {reason}")
+            _refuse_recurrence(recurrent, layer.recurrent_strategy, part, world)
 
 
 def resolve_device(device: str) -> str:
