@@ -46,7 +46,7 @@ class Mistake(NamedTuple):
     says: str = ""
     """Clause that describes the mistake, for the message of a wrong result."""
     sent: Callable[[_Rank, Tensor], Tensor | None] | None = None
-    """What a rank passes on, from its last state."""
+    """State that a rank passes on, from its last one."""
     start: Callable[[_Rank], Tensor | None] | None = None
     """State that a rank starts from."""
     state_bounds: Callable[[list[int], int], list[int]] = lambda bounds, local: bounds
