@@ -9,7 +9,6 @@ if __name__ != "ringprof.strategies":
     # In a checkout `import strategies` would make a second copy of every class.
     raise ImportError("import ringprof.strategies: the folder strategies/ is part of the package ringprof")
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +63,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Unfit":
-        warnings.warn("ringprof.strategies.Unfit is now called Unsupported", DeprecationWarning, stacklevel=2)
-        name = "Unsupported"
     if name in _MODULES:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

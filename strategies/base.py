@@ -6,7 +6,6 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -250,10 +249,6 @@ class Strategy(Expectations, Recoverable, ABC):
         self._checked_calls: set[Any] = set()
         self._positions: dict[tuple[int, torch.device, Layout], Tensor] = {}
         self._deterministic = deterministic
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _alias_renamed_methods(cls)
 
     # --- to be implemented by a strategy ------------------------------------------------------
 
@@ -751,41 +746,6 @@ class Strategy(Expectations, Recoverable, ABC):
             self.comm.check_same_call("; ".join(("attention", *tensors, *described)))
         if problem:
             raise Unsupported(problem)
-
-
-_RENAMED_METHODS = {
-    "unfit": "why_unsupported",
-    "unfit_mask": "why_mask_unsupported",
-    "travel": "routing",
-    "home_blocks": "split_local_block",
-    "hides_last_hop": "overlaps_last_hop",
-    "own_block": "local_block",
-    "over": "forward_over_ring",
-    "cut": "sharded_mask",
-    "placed": "with_placement",
-    "computing": "layout_while_computing",
-    "held": "local_shapes",
-    "query_places": "query_positions",
-    "smaller_v_travels": "sends_smaller_v",
-}
-"""Old and new names of methods that a user's strategy may define or call. The next release removes the old names."""
-
-
-def _alias_renamed_methods(cls: type) -> None:
-    """Make each renamed method that ``cls`` defines available under both its names.
-
-    Both names resolve along the inheritance, so a user's class may define or call either, ``super().unfit`` included.
-    """
-    defined = dict(vars(cls))
-    for old, new in _RENAMED_METHODS.items():
-        if new in defined:
-            setattr(cls, old, defined[new])
-        elif old in defined:
-            warnings.warn(f"{cls.__name__}.{old} is now called {new}", DeprecationWarning, stacklevel=3)
-            setattr(cls, new, defined[old])
-
-
-_alias_renamed_methods(Strategy)
 
 
 def mask_of_call(

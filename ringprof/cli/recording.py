@@ -20,14 +20,15 @@ from ringprof.iteration.request import DTYPES
 from ringprof.proof.result import BATCH, HEADS, KV_HEADS
 from ringprof.ranks.launcher import launcher_rank
 from ringprof.recording import RecordRequest
+from ringprof.workload.combinations import raise_if_refused
 from ringprof.workload.documents import document_lengths
 from ringprof.workload.recurrences import OPERATORS
 from ringprof.workload.workload import LayerAround, Phase, Workload
 
 _REQUEST_OPTIONS = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that are fields of a request under the same name."""
-
-_SCORES_AND_HEADS = ("v_head_dim", "softcap", "sinks")
+_WORKLOAD_OPTIONS = ("phase", "kv_length", "softcap", "sinks", "operator", "conv_width")
+"""Options that are fields of a workload under the same name."""
 
 
 def workload_options(*, heads: int | None = 40, head_dim: int = 128) -> Decorator:
@@ -139,92 +140,35 @@ scores_and_heads = all_of(
 
 
 def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workload:
-    """Build the workload that the options describe."""
+    """Build the workload that the options describe. Raises `UsageError`."""
+    raise_if_refused(options)
     heads, kv_heads = options["heads"], options["kv_heads"]
-    fields = {"backward": backward, **phase_of(options, seq), **layer_of(options), **mask_of(options, seq)}
-    fields |= operator_of(options)
+    fields = {"backward": backward and options.get("phase", "training") == "training", **mask_of(options, seq)}
+    fields |= {name: options[name] for name in _WORKLOAD_OPTIONS if name in options} | layer_of(options)
     head_dim, v_size = options["head_dim"], options.get("v_head_dim")
-    if v_size is not None and v_size > head_dim and "operator" not in fields:
-        raise UsageError(f"--v-head-dim {v_size}: heads of v are at most as large as those of q and k, {head_dim}")
-    return Workload(
-        batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim, v_head_dim=None if v_size == head_dim else v_size,
-        dtype=options["dtype"], softcap=options.get("softcap"), sinks=options.get("sinks"), **fields,
-    )  # fmt: skip
-
-
-def operator_of(options: Options) -> JsonObject:
-    """Return the workload's fields for a recurrence; empty for attention. Raises `UsageError`."""
-    operator, width = options.get("operator", "attention"), options.get("conv_width")
-    if operator == "attention":
-        if width is not None:
-            raise UsageError(f"--conv-width {width} goes with a recurrence, such as --operator gdn")
-        return {}
-    softmax_alone = ("window_size", "prefix", "softcap", "sinks", "kv_length", "layer")
-    _refuse_together(options, f"--operator {operator}", softmax_alone)
-    if not options["causal"]:
-        raise UsageError(f"--no-causal: --operator {operator} reads the tokens in their order")
-    heads, groups = options["heads"], options["kv_heads"] or options["heads"]
-    if heads % groups:
-        raise UsageError(
-            f"--kv-heads {groups} does not divide the {heads} heads: those of queries and keys are repeated"
-        )
-    return {"operator": operator, "conv_width": width}
-
-
-def _refuse_together(options: Options, other: str, names: Iterable[str]) -> None:
-    """Raise `UsageError` for the first of ``names`` that is set, as it does not go with the option ``other``."""
-    for name in names:
-        if options.get(name):
-            raise UsageError(f"--{name.replace('_', '-')} does not go with {other}")
+    try:
+        return Workload(
+            batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim, v_head_dim=None if v_size == head_dim else v_size, dtype=options["dtype"], **fields,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def layer_of(options: Options) -> JsonObject:
     """Return the workload's fields for whole layers; empty for attention alone. Raises `UsageError`."""
-    values = {name: options.get(name) for name in ("layers", "mlp_size", "checkpoint", "pattern")}
     if options.get("layer") is None:
-        unused = next((name for name, value in values.items() if value), None)
-        if unused:
-            raise UsageError(f"--{unused.replace('_', '-')} goes with --layer ddp or --layer fsdp2")
         return {}
-    if options.get("phase", "training") != "training":
-        raise UsageError("--layer does not go with prefill or decode")
-    _refuse_together(options, "--layer", _SCORES_AND_HEADS)
-    refuse_below_one({"--layers": values["layers"], "--mlp-size": values["mlp_size"]})
+    layers, mlp_size = options.get("layers"), options.get("mlp_size")
+    refuse_below_one({"--layers": layers, "--mlp-size": mlp_size})
     hidden = options["heads"] * options["head_dim"]
-    mlp = values["mlp_size"] or -(-8 * hidden // 3 // 256) * 256
-    checkpoint = bool(values["checkpoint"])
-    layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=checkpoint, **_pattern(options))
-    return {"layer": layer, "layers": (values["layers"] or 1) * len(layer.pattern or (1,))}
-
-
-def _pattern(options: Options) -> JsonObject:
-    """Return the fields of a pattern of layers; empty without one, or where all its layers have attention."""
-    pattern, strategy = tuple(options.get("pattern") or ()), options.get("recurrent_strategy")
-    if not set(pattern) - {"attention"}:
-        if strategy is not None:
-            raise UsageError("--recurrent-strategy goes with a --pattern that has recurrences, such as gdn,attention")
-        return {"pattern": pattern or None}
-    if "attention" not in pattern:
-        raise UsageError(f"--pattern {','.join(pattern)}: needs a layer of attention, which --strategy computes")
-    if not options["causal"]:
-        raise UsageError("--no-causal: a pattern's recurrences read the tokens in their order")
-    return {"pattern": pattern, "recurrent_strategy": strategy or "state-scan"}
-
-
-def phase_of(options: Options, seq: int) -> JsonObject:
-    """Return the workload's fields for its phase; empty in training. Raises `UsageError`."""
-    phase, keys = options.get("phase", "training"), options.get("kv_length")
-    if phase == "training":
-        if keys is not None:
-            raise UsageError("--kv-length goes with --phase prefill or --phase decode")
-        return {}
-    if keys is None:
-        raise UsageError(f"--phase {phase} needs --kv-length, the keys of each sequence")
-    if keys < seq:
-        raise UsageError(f"--kv-length {keys} holds the new tokens, too: at least {seq}")
-    _refuse_together(options, f"--phase {phase}", ("documents",))
-    return {"phase": phase, "kv_length": keys, "backward": False}
+    pattern = tuple(options.get("pattern") or ())
+    strategy = (options.get("recurrent_strategy") or "state-scan") if set(pattern) - {"attention"} else None
+    layer = LayerAround(
+        parallel=options["layer"], mlp_size=mlp_size or -(-8 * hidden // 3 // 256) * 256,
+        checkpoint=bool(options.get("checkpoint")), pattern=pattern or None, recurrent_strategy=strategy,
+    )  # fmt: skip
+    return {"layer": layer, "layers": (layers or 1) * len(pattern or (1,))}
 
 
 def request_of(options: Options, *, seq: int, strategy: str, backward: bool = True, **others: Any) -> RecordRequest:
@@ -239,11 +183,7 @@ def mask_of(options: Options, seq: int) -> JsonObject:
     documents, window, prefix = (options.get(name) for name in ("documents", "window_size", "prefix"))
     refuse_below_one({"--window-size": window, "--prefix": prefix})
     causal = options["causal"]
-    if prefix is not None and window is None and causal:
-        raise UsageError(
-            f"--prefix {prefix} needs --window-size or, for a prefix LM, --no-causal:"
-            " under a plain causal mask every token attends to the prefix already"
-        )
+    raise_if_refused({"window_size": window, "prefix": prefix, "causal": causal})
     lengths = document_lengths(documents, seq) if documents else None
     return {"causal": causal, "documents": lengths, "window": window, "prefix": prefix}
 

@@ -171,7 +171,7 @@ def dry_run_recurrence(
         reset_counts([strategy])
         shard.run_iteration()
     ops = recorder.ops
-    if workload.operator == "mamba2":
+    if workload.traits.state_space:
         ops = [
             msgspec.structs.replace(op, bytes=round(op.bytes * _ELEMENTWISE_SLOWDOWN))
             if isinstance(op, MemoryOp) and op.name in _ELEMENTWISE else op

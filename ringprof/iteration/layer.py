@@ -275,20 +275,19 @@ class RecurrentMixer(nn.Module):
     def __init__(self, part: Workload, strategy: Any) -> None:
         """Create the parameters; ``part`` is the recurrence, ``strategy`` one for recurrences."""
         super().__init__()
-        self.part, self.strategy, operator = part, strategy, part.operator
+        self.part, self.strategy = part, strategy
         heads, size, groups = self.part.heads, self.part.head_dim, self.part.kv_heads
         hidden = heads * size
         self.channels = hidden + 2 * groups * size
-        gates = {"gdn": 2 * heads, "mamba2": heads, "simple-gla": heads, "gla": hidden}[operator]
-        self.gates = gates
-        self.projection = nn.Linear(hidden, self.channels + hidden + gates, bias=False)
-        self.norm = nn.RMSNorm(hidden if operator == "mamba2" else size)
+        self.gates = part.traits.gates(heads, size)
+        self.projection = nn.Linear(hidden, self.channels + hidden + self.gates, bias=False)
+        self.norm = nn.RMSNorm(hidden if part.traits.state_space else size)
         self.out = nn.Linear(hidden, hidden, bias=False)
         if self.part.conv_width is not None:
             self.conv = nn.Parameter(torch.randn(self.channels, self.part.conv_width) / self.part.conv_width**0.5)
             self.log_rates = nn.Parameter(torch.linspace(0.0, 2.0, heads))
             self.bias = nn.Parameter(torch.linspace(-5.0, -2.0, heads))
-        if operator == "mamba2":
+        if part.traits.state_space:
             self.skip = nn.Parameter(torch.ones(heads))
 
     def forward(self, x: Tensor, kept: Any = None) -> Tensor:
@@ -300,7 +299,7 @@ class RecurrentMixer(nn.Module):
         out = call_operator(self.strategy, part, inputs)
         if kept is not None:
             kept.keep(**inputs, out=out)
-        if part.operator == "mamba2":
+        if part.traits.state_space:
             mixed = self.norm(out.flatten(2) * functional.silu(z))
         else:
             mixed = (self.norm(out) * functional.silu(z.unflatten(-1, out.shape[2:]))).flatten(2)
@@ -314,11 +313,11 @@ class RecurrentMixer(nn.Module):
             shape = (*channels.shape[:2], part.heads, part.head_dim)
             q, k, v = (x.reshape(shape) for x in channels.chunk(3, -1))
             g = functional.logsigmoid(gates) / _GATE_DIVISOR
-            return {"q": q, "k": k, "v": v, "g": g.view(shape) if part.operator == "gla" else g}
+            return {"q": q, "k": k, "v": v, "g": g.view(shape) if part.traits.channel_decay else g}
         # Copies outlive what FSDP frees, and have gradients of their own, before data parallelism reduces them.
         inputs = {"channels": channels.contiguous(), "weight": self.conv.clone()}
         rates, bias = -self.log_rates.to(gates.dtype).exp(), self.bias.to(gates.dtype)
-        if part.operator == "mamba2":
+        if part.traits.state_space:
             skip = self.skip.to(gates.dtype, copy=True)
             return inputs | {"dt": functional.softplus(gates + bias), "a": rates, "d": skip}
         decay, beta = gates.chunk(2, -1)

@@ -62,15 +62,16 @@ def draw_inputs(workload: Workload, tokens: int, device: torch.device, generator
         return torch.empty(shape, device=device) if device.type == "meta" else drawn.to(device)
 
     inputs: dict[str, Tensor] = {}
-    if workload.operator == "mamba2":
+    traits = workload.traits
+    if traits.state_space:
         sequence = {"x": normal(heads, values), "b": normal(groups, keys) / keys**0.5, "c": normal(groups, keys)}
         inputs |= {"dt": 2 * uniform(heads), "a": -rates, "d": parameter(heads)}
     else:
         k = functional.normalize(normal(groups, keys), dim=-1)
         sequence = {"q": normal(groups, keys), "k": k, "v": normal(heads, values)}
-        gates = (heads, keys) if workload.operator == "gla" else (heads,)
-        inputs |= {"g": -2 * uniform(*gates) * (rates[:, None] if workload.operator == "gla" else rates)}
-        if workload.operator == "gdn":
+        gates = (heads, keys) if traits.channel_decay else (heads,)
+        inputs |= {"g": -2 * uniform(*gates) * (rates[:, None] if traits.channel_decay else rates)}
+        if traits.delta_rule:
             inputs |= {"beta": uniform(heads)}
     sequence = {name: tensor.to(dtype) for name, tensor in sequence.items()}
     if workload.conv_width is None:
@@ -93,19 +94,16 @@ def call_operator(target: Any, workload: Workload, inputs: Mapping[str, Tensor],
     if workload.conv_width is not None:
         channels = target.causal_conv1d(tensors.pop("channels"), tensors.pop("weight"), cu_seqlens=documents)
         tensors |= _split_channels(workload, functional.silu(channels))
-    method = {"gdn": "gated_delta_rule", "mamba2": "mamba2", "simple-gla": "simple_gla", "gla": "gla"}
-    return getattr(target, method[workload.operator])(**tensors, **options)
+    return getattr(target, workload.traits.method)(**tensors, **options)
 
 
 def _split_channels(workload: Workload, channels: Tensor) -> dict[str, Tensor]:
     """Return the operator's tensors, whose heads lie side by side in ``channels`` (B, S, C)."""
     keys, values = (workload.kv_heads, workload.head_dim), (workload.heads, workload.value_dim)
-    shapes = (
-        {"x": values, "b": keys, "c": keys} if workload.operator == "mamba2" else {"q": keys, "k": keys, "v": values}
-    )
+    shapes = {"x": values, "b": keys, "c": keys} if workload.traits.state_space else {"q": keys, "k": keys, "v": values}
     parts = torch.split(channels, [heads * size for heads, size in shapes.values()], -1)
     tensors = {name: x.view(*x.shape[:2], *shape) for (name, shape), x in zip(shapes.items(), parts, strict=True)}
-    if workload.operator == "gdn":
+    if workload.traits.delta_rule:
         tensors["k"] = functional.normalize(tensors["k"].to(wide_type(channels)), dim=-1).to(channels.dtype)
     return tensors
 
@@ -118,7 +116,7 @@ def select_group(workload: Workload, tensors: Mapping[str, Tensor], group: int) 
     parameters, which are sums over the batch, the part has all batch entries.
     """
     entries = workload.batch if any(f"d{name}" in tensors for name in SHARED) else 1
-    repeats, mamba2 = workload.heads // workload.kv_heads, workload.operator == "mamba2"
+    repeats = workload.heads // workload.kv_heads
     values, keys = slice(group * repeats, (group + 1) * repeats), slice(group, group + 1)
     own = {"q": keys, "k": keys, "b": keys, "c": keys}
     key_columns, value_columns = (
@@ -128,7 +126,7 @@ def select_group(workload: Workload, tensors: Mapping[str, Tensor], group: int) 
     # The heads of all tensors lie side by side in the channels: x, b, c or q, k, v.
     offsets = (workload.heads * workload.value_dim, workload.kv_heads * workload.head_dim)
     columns = [value_columns, *(key_columns + offsets[0] + index * offsets[1] for index in (0, 1))]
-    if not mamba2:
+    if not workload.traits.state_space:
         columns = [*(key_columns + index * offsets[1] for index in (0, 1)), value_columns + 2 * offsets[1]]
     channels = torch.cat(columns)
 

@@ -26,6 +26,7 @@ from ringprof.strategies.recurrent.kernels import NAMES as RECURRENCE_KERNELS
 from ringprof.strategies.recurrent.kernels import choose_kernel
 from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 from ringprof.strategies.registry import check_parameters, parse_parameter
+from ringprof.workload.combinations import raise_if_refused
 from ringprof.workload.workload import Workload
 
 CPU_RANKS = 4
@@ -95,18 +96,24 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
+    device = resolve_device(request.device)
+    raise_if_refused({
+        **request.workload.features(), "hops": request.hops, "controls": request.controls,
+        "cuda_graph": request.cuda_graph, "cp_sizes": request.cp_sizes, "ranks_per_host": request.ranks_per_host,
+        "param": request.params, "cpu": device == "cpu",
+    })  # fmt: skip
+    world = resolve_world_size(request.world, device, rank_info)
+    if request.ranks_per_host is not None and world % request.ranks_per_host:
+        raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
+    if request.hops == "auto" and (device == "cpu" or request.cuda_graph or request.workload.recurrent):
+        request = msgspec.structs.replace(request, hops="nccl")
     if request.workload.recurrent:
-        return _resolve_recurrence(request, rank_info)
+        kernel = _recurrence_kernel(request, device, world)
+        return msgspec.structs.replace(
+            request, device=device, world=world, kernel=kernel, **_iterations(request, device)
+        )
     strategy = load_strategy(request.strategy)
     _check_phase(strategy, request)
-    _check_combinations(request)
-    device = resolve_device(request.device)
-    if request.hops == "copy" and device == "cpu":
-        raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
-    _check_cuda_graph(request, device)
-    if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
-        request = msgspec.structs.replace(request, hops="nccl")
-    world = resolve_world_size(request.world, device, rank_info)
     params = strategy.with_placement(
         world, ranks_per_host(request, rank_info, world), **typed_params(strategy, request.strategy, request.params)
     )
@@ -115,30 +122,12 @@ def resolve(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest
         params = typed_params(strategy, request.strategy, request.params)
         request = _with_sequences(strategy, request, params, world)
     else:
-        if request.ranks_per_host is not None and world % request.ranks_per_host:
-            raise UnsupportedWorkloadError(
-                f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks"
-            )
         with strategy_errors():
             reason = why_unsupported(strategy, request.workload, world, params)
         if reason:
             raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
         _check_pattern(strategy, request, world)
     return msgspec.structs.replace(request, device=device, world=world, params=params, **_iterations(request, device))
-
-
-def _check_cuda_graph(request: RecordRequest, device: str) -> None:
-    """Raise `UsageError` where the request wants a CUDA graph that cannot be captured."""
-    if not request.cuda_graph:
-        return
-    if device == "cpu":
-        raise UsageError("--cuda-graph needs GPUs")
-    if request.hops == "copy":
-        raise UsageError(
-            "--cuda-graph: hops by copy engine need increasing counters, which a graph cannot replay: use --hops nccl"
-        )
-    if request.controls:
-        raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
 
 
 def _iterations(request: RecordRequest, device: str) -> dict[str, int]:
@@ -149,52 +138,38 @@ def _iterations(request: RecordRequest, device: str) -> dict[str, int]:
     return {"warmup": warmup, "iters": request.iters or (10 if device == "cuda" else 3)}
 
 
-def _resolve_recurrence(request: RecordRequest, rank_info: RankInfo | None) -> RecordRequest:
-    """Resolve the request of a recurrence. Raises `UsageError` and its subclasses."""
+def _recurrence_kernel(request: RecordRequest, device: str, world: int) -> str:
+    """Check the request of a recurrence, and return the name of its kernel. Raises `UsageError` and its subclasses."""
     workload = request.workload
     strategy = load_recurrent_strategy(request.strategy, workload.operator)
-    unused = {
-        "cp-sizes": request.cp_sizes, "layer": workload.layer, "hops copy": request.hops == "copy",
-        "param": request.params,
-    }  # fmt: skip
-    for option, value in unused.items():
-        if value:
-            raise UsageError(f"--{option} does not go with --operator {workload.operator} (record without --{option})")
     if request.kernel not in RECURRENCE_KERNELS:
         raise UsageError(f"no kernel {request.kernel!r} for recurrences; there are: {', '.join(RECURRENCE_KERNELS)}")
-    device = resolve_device(request.device)
-    _check_cuda_graph(request, device)
-    world = resolve_world_size(request.world, device, rank_info)
-    if request.ranks_per_host is not None and world % request.ranks_per_host:
-        raise UnsupportedWorkloadError(f"--ranks-per-node {request.ranks_per_host} does not divide the {world} ranks")
-    reason = strategy.why_unsupported(workload.seq, workload.heads, world)
-    if workload.operator not in strategy.operators:
-        reason = f"it computes {', '.join(strategy.operators)} alone"
-    elif request.cuda_graph and not strategy.counts_all_sent:
-        reason = "no CUDA graph of another package's calls has been tried (record it without --cuda-graph)"
-    elif workload.batch > 1 and not strategy.takes_batches:
-        reason = f"it takes one batch entry, not {workload.batch}"
-    local = workload.seq // world
-    if workload.conv_width is not None and local < workload.conv_width - 1:
-        reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"
-    if reason:
-        raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
-    kernel = recurrence_kernel(request.kernel, workload, device)
-    return msgspec.structs.replace(
-        request, device=device, world=world, hops="nccl", kernel=kernel, **_iterations(request, device)
-    )
-
-
-def recurrence_kernel(name: str, workload: Workload, device: str) -> str:
-    """Return the name of the kernel that ``name`` (perhaps ``auto``) stands for. Raises `UnsupportedWorkloadError`."""
+    _refuse_recurrence(strategy, request.strategy, workload, world, cuda_graph=request.cuda_graph)
     sizes = (workload.heads, workload.head_dim), (workload.heads, workload.value_dim)
     k, v = (torch.empty(1, 1, *size, dtype=torch_dtype(workload), device=device) for size in sizes)
-    gate = torch.empty(1, 1, workload.heads, workload.head_dim if workload.operator == "gla" else 1, device=device)
-    beta = gate.squeeze(-1) if workload.operator == "gdn" else None
+    gate = torch.empty(1, 1, workload.heads, workload.head_dim if workload.traits.channel_decay else 1, device=device)
+    beta = gate.squeeze(-1) if workload.traits.delta_rule else None
     with strategy_errors(), warnings.catch_warnings():
         # The plan names the kernel, and the ranks warn of a slow one.
         warnings.simplefilter("ignore")
-        return choose_kernel(name, Inputs(k, k, v, gate, beta, 1.0)).name
+        return choose_kernel(request.kernel, Inputs(k, k, v, gate, beta, 1.0)).name
+
+
+def _refuse_recurrence(
+    strategy: type[RecurrentStrategy], name: str, workload: Workload, world: int, *, cuda_graph: bool = False
+) -> None:
+    """Raise `UnsupportedWorkloadError` where a strategy cannot run a recurrence on ``world`` ranks."""
+    reason, local = strategy.why_unsupported(workload.seq, workload.heads, world), workload.seq // world
+    if workload.operator not in strategy.operators:
+        reason = f"it computes {', '.join(strategy.operators)} alone"
+    elif cuda_graph and not strategy.counts_all_sent:
+        reason = "no CUDA graph of another package's calls has been tried (record it without --cuda-graph)"
+    elif workload.batch > 1 and not strategy.takes_batches:
+        reason = f"it takes one batch entry, not {workload.batch}"
+    elif workload.conv_width is not None and local < workload.conv_width - 1:
+        reason = reason or f"{local} tokens per rank are fewer than the {workload.conv_width - 1} that a rank sends on"
+    if reason:
+        raise UnsupportedWorkloadError(f"strategy {name!r} cannot run this: {reason}")
 
 
 def _with_sequences(strategy: type[Strategy], request: RecordRequest, params: Params, world: int) -> RecordRequest:
@@ -310,32 +285,7 @@ def _check_pattern(strategy: type[Strategy], request: RecordRequest, world: int)
     for operator in dict.fromkeys(workload.pattern):
         part = workload.part(operator)
         if part is not None and part.recurrent:
-            reason = recurrent.why_unsupported(part.seq, part.heads, world)
-            if part.conv_width is not None and part.seq // world < part.conv_width - 1:
-                reason = reason or f"{part.seq // world} tokens per rank are fewer than the convolution reads"
-            if reason:
-                raise UnsupportedWorkloadError(f"strategy {layer.recurrent_strategy!r} cannot run this: {reason}")
-
-
-def _check_combinations(request: RecordRequest) -> None:
-    """Refuse options that cannot be combined. Raises `UsageError`."""
-    workload, score_options = request.workload, ("softcap", "sinks", "v-head-dim")
-    values = {
-        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": workload.layer,
-        "phase": workload.kv_length, "documents": workload.documents, "window-size": workload.window,
-        "prefix": workload.prefix,
-        "ranks-per-node": request.ranks_per_host, "softcap": workload.softcap, "sinks": workload.sinks,
-        "v-head-dim": workload.v_head_dim,
-    }  # fmt: skip
-    excluded = {
-        f"phase {workload.phase}": (workload.kv_length, ("controls", "documents")),
-        "layer": (workload.layer, ("controls", "cuda-graph", *score_options)),
-        "cp-sizes": (request.cp_sizes, tuple(values)),
-    }
-    for excluding, (value, options) in excluded.items():
-        for option in options:
-            if value and values[option]:
-                raise UsageError(f"--{option} does not go with --{excluding} (record without --{option})")
+            _refuse_recurrence(recurrent, layer.recurrent_strategy, part, world)
 
 
 def resolve_device(device: str) -> str:

@@ -13,6 +13,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.run import Run, read_run
 from ringprof.strategies.catalog import PEERS
 from ringprof.trace.inputs import detect
+from ringprof.workload.combinations import raise_if_refused
 from ringprof.workload.workload import Workload
 
 
@@ -108,9 +109,8 @@ class Query:
         """Return ``nccl`` or ``copy``. Raises `UsageError` if the query names another transport."""
         if self.hops not in ("auto", "nccl", "copy"):
             raise UsageError(f"hops {self.hops!r} is not one of auto, nccl, copy")
+        raise_if_refused({"operator": self.workload.operator, "hops": self.hops})
         if self.workload.recurrent:
-            if self.hops == "copy":
-                raise UsageError("--hops copy: the strategies for recurrences send by NCCL alone")
             return "nccl"
         if self.hops != "auto":
             return self.hops

@@ -7,8 +7,9 @@ mistake gives; where one equals it, the mistake is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +26,46 @@ autograd keeps about 2 GiB of them with keys and values of 128."""
 Documents = Sequence[int] | None
 
 
+class _Rank(NamedTuple):
+    """One of the ranks that pass a state on."""
+
+    scan: Callable[..., tuple[Tensor, Tensor]]
+    """Function that returns output and last state of the rank's tokens from a state; None stands for zeros."""
+    is_first: bool
+    before: Tensor | None
+    """State that the rank gets."""
+    initial: Tensor | None
+    """Initial state of the sequence."""
+    whole: bool
+    """Whether no document ends inside the rank."""
+
+
+class Mistake(NamedTuple):
+    """Mistake in what a rank gets from the one before it; without arguments none."""
+
+    says: str = ""
+    """Clause that describes the mistake, for the message of a wrong result."""
+    sent: Callable[[_Rank, Tensor], Tensor | None] | None = None
+    """State that a rank passes on, from its last one."""
+    start: Callable[[_Rank], Tensor | None] | None = None
+    """State that a rank starts from."""
+    state_bounds: Callable[[list[int], int], list[int]] = lambda bounds, local: bounds
+    """Cumulative lengths between which the state is reset, from those of the documents and a rank's tokens."""
+    conv_bounds: Callable[[list[int], int], list[int]] = lambda bounds, local: bounds
+    """Cumulative lengths of the stretches that the convolution sees."""
+    leaves_out_initial: bool = False
+    loses_halo_gradient: bool = False
+
+
 class DenseRecurrence:
     """Operators of a `RecurrentStrategy` over a whole sequence on one device, in float64.
 
-    Inputs, options and results are those of the strategy's methods. ``world`` is the number of ranks, which subclasses
-    with a mistake read; the recurrence itself is the same for any number.
+    Inputs, options and results are those of the strategy's methods. With a ``mistake`` they are wrong as over ``world``
+    ranks that make it.
     """
 
-    def __init__(self, world: int = 1) -> None:
-        self.world = world
+    def __init__(self, world: int = 1, mistake: Mistake | None = None) -> None:
+        self._world, self._mistake = world, mistake or Mistake()
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         """Compute S = exp(g) (S - beta k kᵀ S) + beta k vᵀ and out = Sᵀ q / √K for every token."""
@@ -59,36 +91,44 @@ class DenseRecurrence:
 
     def causal_conv1d(self, x: Tensor, weight: Tensor, *, cu_seqlens: Documents = None) -> Tensor:
         """Compute the causal depthwise convolution of x (B, S, C) with weight (C, W) in every document."""
-        bounds = self.conv_bounds(_bounds(x, cu_seqlens))
+        local = x.shape[1] // self._world
+        bounds = self._mistake.conv_bounds(_bounds(x, cu_seqlens), local)
         parts = []
         for first, end in pairwise(bounds):
             out = torch.zeros_like(x[:, first:end])
             for back in range(min(weight.shape[1], end - first)):
                 shifted = torch.zeros_like(out)
                 shifted[:, back:] = x[:, first : end - back]
-                out = out + self.conv_input(shifted, first, end, back) * weight[:, weight.shape[1] - 1 - back]
+                if self._mistake.loses_halo_gradient:
+                    shifted = _without_halo_gradient(shifted, first, end, back, local)
+                out = out + shifted * weight[:, weight.shape[1] - 1 - back]
             parts.append(out)
         return torch.cat(parts, 1)
 
-    # --- replaced by mistakes -----------------------------------------------------------------
-
-    def conv_bounds(self, bounds: list[int]) -> list[int]:
-        """Return the cumulative lengths of the stretches that the convolution sees."""
-        return bounds
-
-    def conv_input(self, shifted: Tensor, first: int, end: int, back: int) -> Tensor:
-        """Return the convolution's input ``back`` tokens before each token from ``first`` to ``end``."""
-        return shifted
-
-    def over_ranks(
-        self, scan: Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]], bounds: list[int],
-        initial: Tensor | None, tokens: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return the output of all tokens and the last state; mistakes compute them rank by rank.
+    def _over_ranks(
+        self, scan: Callable[..., tuple[Tensor, Tensor]], bounds: list[int], initial: Tensor | None, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of all tokens and the last state, rank by rank where the mistake is in what ranks pass on.
 
         ``scan(first, end, state)`` returns output and last state of tokens from a state; None stands for zeros.
         """
-        return scan(0, tokens, initial)
+        mistake = self._mistake
+        initial = None if mistake.leaves_out_initial else initial
+        if mistake.sent is None and mistake.start is None:
+            return scan(0, tokens, initial)
+        local = tokens // self._world
+        outputs, state, last = [], initial, initial
+        for number in range(self._world):
+            first, end = number * local, (number + 1) * local
+            whole = not any(first < bound < end for bound in bounds)
+            # A document's border at the rank's first token resets the state, as inside the rank.
+            before = state if number == 0 or first not in bounds else None
+            rank = _Rank(partial(scan, first, end), number == 0, before, initial, whole)
+            out, last = rank.scan(before if mistake.start is None else mistake.start(rank))
+            outputs.append(out)
+            state = last if mistake.sent is None else mistake.sent(rank, last)
+        assert last is not None
+        return torch.cat(outputs, 1), last
 
     # --- token by token -----------------------------------------------------------------------
 
@@ -98,7 +138,7 @@ class DenseRecurrence:
     ) -> Any:  # fmt: skip
         heads = v.shape[2]
         q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
-        bounds = self.state_bounds(_bounds(v, cu_seqlens))
+        bounds = self._mistake.state_bounds(_bounds(v, cu_seqlens), v.shape[1] // self._world)
         starts = set(bounds[1:-1])
 
         def scan(first: int, end: int, state: Tensor | None, *, values: bool = True) -> tuple[Tensor, Tensor]:
@@ -120,12 +160,8 @@ class DenseRecurrence:
                 outputs.append(out)
             return torch.cat(outputs, 1), state
 
-        out, last = self.over_ranks(scan, bounds, initial_state, v.shape[1])
+        out, last = self._over_ranks(scan, bounds, initial_state, v.shape[1])
         return (out, last) if return_final_state else out
-
-    def state_bounds(self, bounds: list[int]) -> list[int]:
-        """Return the cumulative lengths of the documents between which the state is reset."""
-        return bounds
 
 
 class ChunkedRecurrence(DenseRecurrence):
@@ -259,200 +295,76 @@ def _bounds(x: Tensor, documents: Documents) -> list[int]:
 # --- mistakes ---------------------------------------------------------------------------------------
 
 
-class _Mistake(DenseRecurrence):
-    """A recurrence over ranks with a mistake in what a rank gets from the one before it."""
+def _without_halo_gradient(shifted: Tensor, first: int, end: int, back: int, local: int) -> Tensor:
+    """Detach those of a convolution's inputs, ``back`` tokens before each, that lie on the rank before."""
+    # Document borders shift where ranks begin: positions are global.
+    positions = torch.arange(first, end, device=shifted.device)
+    crosses = (positions % local < back) & (positions - back >= first)
+    return torch.where(crosses[:, None], shifted.detach(), shifted)
 
-    says: str = ""
-    """Clause that describes the mistake, for the message of a wrong result."""
 
-    def over_ranks(
-        self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        local = tokens // self.world
-        outputs, state, last = [], initial, initial
-        for rank in range(self.world):
-            first, end = rank * local, (rank + 1) * local
-            # A document's border at the rank's first token resets the state, as inside the rank.
-            before = state if rank == 0 or first not in bounds else None
-            out, last = self.rank_output(scan, first, end, before, initial)
-            outputs.append(out)
-            whole = not any(first < bound < end for bound in bounds)
-            state = self.sent(scan, first, end, before, last, whole=whole)
-        assert last is not None
-        return torch.cat(outputs, 1), last
+def _last_of_own(rank: _Rank) -> Tensor:
+    """Return the last state of a rank's tokens alone."""
+    return rank.scan(None)[1]
 
-    def rank_output(
-        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return a rank's output and last state; ``before`` is the state that it got."""
-        out: tuple[Tensor, Tensor] = scan(first, end, before)
-        return out
 
-    def sent(
-        self, scan: Any, first: int, end: int, before: Tensor | None, last: Tensor, *, whole: bool
-    ) -> Tensor | None:  # fmt: skip
-        """Return what a rank passes on; ``whole``: no document ends inside the rank."""
+def _undecayed(rank: _Rank, last: Tensor) -> Tensor:
+    own = _last_of_own(rank)
+    return own if rank.before is None or not rank.whole else own + rank.before
+
+
+def _decayed_twice(rank: _Rank, last: Tensor) -> Tensor:
+    if rank.before is None or not rank.whole:
         return last
+    once = rank.scan(rank.before, values=False)[1]
+    return last - once + rank.scan(once, values=False)[1]
 
 
-class _NotPassed(_Mistake):
-    says = "the state does not pass from rank to rank: every rank starts from zeros"
-
-    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
-        return None
+def _decayed_on_arrival(rank: _Rank) -> Tensor | None:
+    return rank.before if rank.before is None or rank.is_first else rank.scan(rank.before, values=False)[1]
 
 
-class _NothingEnters(_NotPassed):
-    says = "every rank starts from zeros, the first one, too: neither a state of other ranks nor the initial one enters"
-
-    def rank_output(
-        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return super().rank_output(scan, first, end, None, initial)
+def _gradient_undecayed(rank: _Rank, last: Tensor) -> Tensor:
+    if rank.before is None or not rank.whole:
+        return last
+    return rank.scan(rank.before.detach())[1] + rank.before - rank.before.detach()
 
 
-class _OneRank(_Mistake):
-    says = "a rank gets the state of the previous rank's own tokens alone: the states of ranks before it are lost"
-
-    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
-        state: Tensor = scan(first, end, None)[1]
-        return state
-
-
-class _NotDecayed(_Mistake):
-    says = "states of earlier ranks are added without the decay of the ranks between: their transitions are missing"
-
-    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
-        own: Tensor = scan(first, end, None)[1]
-        total: Tensor = own if before is None or not whole else own + before
-        return total
-
-
-class _Twice(_Mistake):
-    says = "a rank applies its transition twice to the state that it passes on"
-
-    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
-        if before is None or not whole:
-            return last
-        once = scan(first, end, before, values=False)[1]
-        corrected: Tensor = last - once + scan(first, end, once, values=False)[1]
-        return corrected
-
-
-class _TwiceOnArrival(_Mistake):
-    says = "a rank applies its transition to the state that it gets before it starts from it, and so applies it twice"
-
-    def rank_output(
-        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if before is not None and first:
-            before = scan(first, end, before, values=False)[1]
-        return super().rank_output(scan, first, end, before, initial)
-
-
-class _InitialEverywhere(_Mistake):
-    says = "every rank starts from the initial state of the sequence"
-
-    def rank_output(
-        self, scan: Any, first: int, end: int, before: Tensor | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return super().rank_output(scan, first, end, initial, initial)
-
-
-class _NoInitial(DenseRecurrence):
-    says = "the initial state is left out"
-
-    def over_ranks(self, scan: Any, bounds: list[int], initial: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-        return super().over_ranks(scan, bounds, None, tokens)
-
-
-class _NoReset(DenseRecurrence):
-    says = "the state is not reset where a document ends"
-
-    def state_bounds(self, bounds: list[int]) -> list[int]:
-        return [0, bounds[-1]]
-
-
-class _LateReset(DenseRecurrence):
-    says = "the state is reset one token late where a document ends"
-
-    def state_bounds(self, bounds: list[int]) -> list[int]:
-        return [0, *(bound + 1 for bound in bounds[1:-1] if bound + 1 < bounds[-1]), bounds[-1]]
-
-
-class _ResetInsideOnly(_Mistake):
-    says = "the state is reset where a document ends inside a rank, and not where it ends on a rank's border"
-
-    def state_bounds(self, bounds: list[int]) -> list[int]:
-        local = bounds[-1] // self.world
-        return [bound for bound in bounds if bound % local or bound in (0, bounds[-1])]
-
-
-class _NoHalo(DenseRecurrence):
-    says = "the convolution does not see the last tokens of the rank before: its halo is missing"
-
-    def conv_bounds(self, bounds: list[int]) -> list[int]:
-        local = bounds[-1] // self.world
-        return sorted({*bounds, *range(0, bounds[-1], local)})
-
-
-class _HaloOverDocuments(DenseRecurrence):
-    says = "the convolution sees tokens of the document before"
-
-    def conv_bounds(self, bounds: list[int]) -> list[int]:
-        return [0, bounds[-1]]
-
-
-# Mistakes in the backward pass: the output is right.
-
-
-class _GradientNotPassed(_Mistake):
-    says = "the gradient of the state does not pass back from rank to rank"
-
-    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
-        return last.detach()
-
-
-class _GradientOfOneRank(_Mistake):
-    says = "the gradient of the state passes back over one rank alone"
-
-    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
-        state: Tensor = scan(first, end, None if before is None else before.detach())[1]
-        return state
-
-
-class _GradientNotDecayed(_Mistake):
-    says = "the gradient of the state passes back over a rank without that rank's transition"
-
-    def sent(self, scan: Any, first: int, end: int, before: Any, last: Tensor, *, whole: bool) -> Tensor | None:
-        if before is None or not whole:
-            return last
-        state: Tensor = scan(first, end, before.detach())[1] + before - before.detach()
-        return state
-
-
-class _HaloGradientLost(DenseRecurrence):
-    says = "the convolution's gradient does not go back to the rank before: the halo's gradient is lost"
-
-    def conv_input(self, shifted: Tensor, first: int, end: int, back: int) -> Tensor:
-        # Document borders shift where ranks begin: positions are global.
-        positions = torch.arange(first, end, device=shifted.device)
-        local = self.tokens // self.world
-        crosses = (positions % local < back) & (positions - back >= first)
-        return torch.where(crosses[:, None], shifted.detach(), shifted)
-
-    def causal_conv1d(self, x: Tensor, weight: Tensor, *, cu_seqlens: Documents = None) -> Tensor:
-        self.tokens = x.shape[1]
-        return super().causal_conv1d(x, weight, cu_seqlens=cu_seqlens)
-
-
-FORWARD_MISTAKES: tuple[Any, ...] = (
-    _NotPassed, _NothingEnters, _OneRank, _NotDecayed, _Twice, _TwiceOnArrival, _InitialEverywhere, _NoInitial,
-    _NoReset, _LateReset, _ResetInsideOnly, _NoHalo, _HaloOverDocuments,
+FORWARD_MISTAKES = (
+    Mistake("the state does not pass from rank to rank: every rank starts from zeros", sent=lambda rank, last: None),
+    Mistake("every rank starts from zeros, the first one, too: neither a state of other ranks nor the initial one"
+            " enters", sent=lambda rank, last: None, start=lambda rank: None),
+    Mistake("a rank gets the state of the previous rank's own tokens alone: the states of ranks before it are lost",
+            sent=lambda rank, last: _last_of_own(rank)),
+    Mistake("states of earlier ranks are added without the decay of the ranks between: their transitions are missing",
+            sent=_undecayed),
+    Mistake("a rank applies its transition twice to the state that it passes on", sent=_decayed_twice),
+    Mistake("a rank applies its transition to the state that it gets before it starts from it, and so applies it twice",
+            start=_decayed_on_arrival),
+    Mistake("every rank starts from the initial state of the sequence", start=lambda rank: rank.initial),
+    Mistake("the initial state is left out", leaves_out_initial=True),
+    Mistake("the state is not reset where a document ends", state_bounds=lambda bounds, local: [0, bounds[-1]]),
+    Mistake("the state is reset one token late where a document ends",
+            state_bounds=lambda bounds, local: [
+                0, *(bound + 1 for bound in bounds[1:-1] if bound + 1 < bounds[-1]), bounds[-1]]),
+    Mistake("the state is reset where a document ends inside a rank, and not where it ends on a rank's border",
+            start=lambda rank: rank.before,
+            state_bounds=lambda bounds, local: [
+                bound for bound in bounds if bound % local or bound in (0, bounds[-1])]),
+    Mistake("the convolution does not see the last tokens of the rank before: its halo is missing",
+            conv_bounds=lambda bounds, local: sorted({*bounds, *range(0, bounds[-1], local)})),
+    Mistake("the convolution sees tokens of the document before", conv_bounds=lambda bounds, local: [0, bounds[-1]]),
 )  # fmt: skip
-BACKWARD_MISTAKES: tuple[Any, ...] = (
-    _GradientNotPassed, _GradientOfOneRank, _GradientNotDecayed, _HaloGradientLost,
+BACKWARD_MISTAKES = (
+    Mistake("the gradient of the state does not pass back from rank to rank", sent=lambda rank, last: last.detach()),
+    Mistake("the gradient of the state passes back over one rank alone",
+            sent=lambda rank, last: rank.scan(None if rank.before is None else rank.before.detach())[1]),
+    Mistake("the gradient of the state passes back over a rank without that rank's transition",
+            sent=_gradient_undecayed),
+    Mistake("the convolution's gradient does not go back to the rank before: the halo's gradient is lost",
+            loses_halo_gradient=True),
 )  # fmt: skip
+"""Mistakes in the backward pass, whose output is right."""
 
 
 def mistakes(world: int, *, backward: bool) -> Iterator[tuple[str, DenseRecurrence]]:
@@ -460,5 +372,5 @@ def mistakes(world: int, *, backward: bool) -> Iterator[tuple[str, DenseRecurren
 
     With ``backward`` they are those whose output is right and whose gradients are wrong.
     """
-    for kind in BACKWARD_MISTAKES if backward else FORWARD_MISTAKES:
-        yield kind.says, kind(world)
+    for mistake in BACKWARD_MISTAKES if backward else FORWARD_MISTAKES:
+        yield mistake.says, DenseRecurrence(world, mistake)

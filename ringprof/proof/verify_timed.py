@@ -48,7 +48,7 @@ from ringprof.proof.dense import (
 from ringprof.proof.verify import raise_if_wrong, roundings, size_in_words, summed_over_ranks
 from ringprof.ranks.process_group import GroupRanks, gather_tensor
 from ringprof.run import TimedVerification, Verification
-from ringprof.strategies.kernels.reference import KeyStretches, capped
+from ringprof.strategies.kernels.reference import KeyStretches, masked_scores
 from ringprof.workload.workload import Workload
 
 SAMPLED_ROWS = 16
@@ -144,17 +144,8 @@ def _scores(q: Tensor, k: Tensor, seen: KeyStretches, softcap: float) -> Iterato
     step = max(1, BLOCK_NUMBERS[q.device.type] // len(q))
     for start in range(first, end, step):
         keys = slice(start, min(start + step, end))
-        scores, slope = _capped(q @ k[keys].to(q.dtype).T, softcap)
-        scores.masked_fill_(~seen.shown(torch.arange(start, keys.stop, device=q.device)), float("-inf"))
-        yield keys, scores, slope
-
-
-def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
-    """Return the scores after softcap, and their derivative by the scores before it."""
-    if not softcap:
-        return scores, 1.0
-    scores = capped(scores, softcap)
-    return scores, 1 - (scores / softcap).square()
+        shown = seen.shown(torch.arange(start, keys.stop, device=q.device))
+        yield keys, *masked_scores(q @ k[keys].to(q.dtype).T, shown, softcap)
 
 
 class _RowSample:
@@ -266,8 +257,7 @@ class _RowSample:
             sinks = self._sink_logits(heads, len(self._positions[rows]))
             out, lse = softmax_rows(q, k, v, seen, self._scale, dtype, self._softcap, sinks)
             q, dout, out, lse = q.double(), dout.double(), out.double(), lse.double()
-            scores, slope = _capped(q @ keys.T * self._scale, self._softcap)
-            scores.masked_fill_(~seen.shown(sampled_positions), float("-inf"))
+            scores, slope = masked_scores(q @ keys.T * self._scale, seen.shown(sampled_positions), self._softcap)
             weights = (scores - lse[:, None]).exp_()
             delta = (dout * out).sum(1, keepdim=True)
             dk += (slope * weights * (dout @ values.T - delta)).T @ q * self._scale

@@ -31,10 +31,6 @@ from ringprof.workload.recurrences import CHUNK
 from ringprof.workload.workload import Workload
 
 CPU_LIMIT_S = 600.0
-BUSY_BELOW = 0.8
-"""Share of an idle machine's speed below which the plan says that the machine is busy."""
-_UNDISTURBED = 0.95
-"""Share of the wall time from which on a process counts as undisturbed by others."""
 SAMPLE_S = 0.3
 """Seconds for which a block is computed repeatedly on CPU. Other processes take turns within milliseconds."""
 CPU_START_S = 10.0
@@ -64,7 +60,7 @@ RECURRENCE_RATE, RECURRENCE_REFERENCE_RATE = 60.0, 0.5
 """Assumed TFLOP/s of a recurrence on a GPU, forward and backward: by Triton kernels, and in plain torch."""
 
 _Device = tuple[str, "int | None", float, str, float]
-"""Device name, available bytes of memory, FLOP/s, source of the FLOP/s, and share of them available now (0 to 1)."""
+"""Device name, available bytes of memory, FLOP/s, source of the FLOP/s, and `RecordingEstimate.slowdown`."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,8 @@ class RecordingEstimate:
     """Work of the busiest rank, divided by the mean over the ranks; None if the strategy does not tell it."""
     reading_s: float = 0.0
     """Least time per iteration to read the keys and values of decode, in seconds."""
-    available_share: float = 1.0
-    """Share of an idle machine's speed that is available now (0 to 1)."""
+    slowdown: float = 1.0
+    """Wall time of the measured sample, divided by its CPU time: above 1 where other processes use the CPU, too."""
     memory_of: Callable[[Workload], int] = lambda workload: 0
     """Function that estimates ``memory_bytes`` of another workload. Raises `UnsupportedWorkloadError`."""
 
@@ -111,7 +107,7 @@ class RecordingEstimate:
     @property
     def time_limit(self) -> float:
         """Seconds after which the command counts as hung, if the user names no limit."""
-        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds / self.available_share
+        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds * self.slowdown
 
 
 def estimate_of(request: RecordRequest, per_host: int | None = None) -> RecordingEstimate:
@@ -131,9 +127,12 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
         peak = peak_memory_of(request.workload)
     except UnsupportedWorkloadError as error:
         note = str(error)
-    name, limit, rate, source, available_share = (
-        _describe_gpu(request, kernel.name) if on_gpu else _describe_cpu(request, kernel)
-    )
+    if on_gpu:
+        name, limit, rate, source, slowdown = _describe_gpu(request, kernel.name)
+    else:
+        name, limit, rate, source, slowdown = _describe_cpu(
+            request, "measured on a small block", _block_of(kernel(), request.workload)
+        )
     # On CPU the measured peak is that of the whole process, so the estimate includes what a process holds anyway.
     other_bytes = 0 if on_gpu else psutil.Process().memory_info().rss
     return RecordingEstimate(
@@ -150,7 +149,7 @@ def estimate_of(request: RecordRequest, per_host: int | None = None) -> Recordin
         start_s=GPU_START_S if on_gpu else CPU_START_S,
         imbalance=_imbalance(strategy, request),
         reading_s=_reading_s(request.workload, request.world, name) if on_gpu else 0.0,
-        available_share=available_share,
+        slowdown=slowdown,
     )
 
 
@@ -174,18 +173,18 @@ def _estimate_of_recurrence(request: RecordRequest) -> RecordingEstimate:
 
     if on_gpu:
         rate = (RECURRENCE_REFERENCE_RATE if in_torch else RECURRENCE_RATE) * 1e12
-        name, limit, _, _, share = _describe_gpu(request, request.kernel)
+        name, limit, _, _, slowdown = _describe_gpu(request, request.kernel)
         source = "assumed"
     else:
-        name, limit = "CPU process", psutil.virtual_memory().available // world
-        rate, share = _measure_cpu_rate(lambda: None, workload, world, _time_recurrence)
-        source = "measured on a short sequence"
+        name, limit, rate, source, slowdown = _describe_cpu(
+            request, "measured on a short sequence", _sequence_of(workload)
+        )
     return RecordingEstimate(
         device=name, kernel=request.kernel, flops_per_device=workload.model_flops() // world, rate=rate,
         rate_source=source, memory_bytes=None if in_torch else memory_of(workload),
         memory_note="plain torch keeps what autograd needs" if in_torch else "", memory_limit=limit,
         iterations=_weighted_iterations(request), start_s=GPU_START_S if on_gpu else CPU_START_S, imbalance=1.0,
-        available_share=share, memory_of=memory_of,
+        slowdown=slowdown, memory_of=memory_of,
     )  # fmt: skip
 
 
@@ -235,7 +234,7 @@ def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
         f" {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(estimate.flops_per_device)}FLOPs per iteration,"
-        f" about {_time_text(estimate)} ({_si(estimate.rate)}FLOP/s {estimate.kernel},"
+        f" about {_seconds(estimate.seconds_per_iteration)} each ({_si(estimate.rate)}FLOP/s {estimate.kernel},"
         f" {estimate.rate_source}), {memory}",
     ]
     if estimate.kernel == "flex" and request.device == "cuda":
@@ -252,15 +251,6 @@ def describe(request: RecordRequest, estimate: RecordingEstimate) -> list[str]:
     if world == 1:
         lines.append("one device: nothing is communicated")
     return lines
-
-
-def _time_text(estimate: RecordingEstimate) -> str:
-    """Format the time of an iteration; on a busy machine also the time that it takes there."""
-    idle_s = estimate.seconds_per_iteration
-    if estimate.available_share >= BUSY_BELOW:
-        return f"{_seconds(idle_s)} each"
-    busy_s = idle_s / estimate.available_share
-    return f"{_seconds(idle_s)} each on a quiet machine, {_seconds(busy_s)} at the current load"
 
 
 def raise_if_too_large(request: RecordRequest, estimate: RecordingEstimate) -> None:
@@ -362,13 +352,28 @@ def largest_not_over(excess: Callable[[int], int], top: int) -> int:
     return low[0]
 
 
-def _describe_cpu(request: RecordRequest, kernel: Any) -> _Device:
-    """Return the description of a CPU rank, whose rate is measured."""
+def _describe_cpu(request: RecordRequest, source: str, run_sample: Callable[[], int]) -> _Device:
+    """Return the description of a CPU rank, whose rate is that of ``run_sample``, which returns its FLOPs.
+
+    The sample runs on a single thread: on a busy machine, threads that wait for each other take a thousand times as
+    long. Its shortest run gives the rate of a quiet machine.
+    """
     assert request.world is not None
+    threads_before, threads = torch.get_num_threads(), max(1, cpu_count() // request.world)
+    torch.set_num_threads(1)
+    best, calls, flops = float("inf"), 0, 0
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    try:
+        while calls < 3 or time.perf_counter() < begin + SAMPLE_S:
+            calls, start = calls + 1, time.perf_counter()
+            flops = run_sample()
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads_before)
+    slowdown = max(1.0, (time.perf_counter() - begin) / (time.process_time() - cpu_begin))
+    rate = flops / best * threads * min(1.0, cpu_count() / request.world)
     # The host's available memory, shared among the ranks.
-    memory = psutil.virtual_memory().available // request.world
-    rate, share = _measure_cpu_rate(kernel, request.workload, request.world)
-    return "CPU process", memory, rate, "measured on a small block", share
+    return "CPU process", psutil.virtual_memory().available // request.world, rate, source, slowdown
 
 
 def _describe_gpu(request: RecordRequest, kernel: str) -> _Device:
@@ -389,66 +394,35 @@ def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
     return min(share * peak.tflops, max_tflops) * 1e12, f"assumed from the peak of {device}"
 
 
-def _measure_cpu_rate(
-    kernel: Any, workload: Workload, world: int, time_sample: Callable[[Any, Workload], tuple[float, int]] | None = None
-) -> tuple[float, float]:
-    """Measure the FLOP/s of one rank on an idle machine, and the share of them that is available now.
-
-    Times full blocks on a single thread: on a busy machine, threads that wait for each other take a thousand times as
-    long.
-    """
-    threads_before, threads = torch.get_num_threads(), max(1, cpu_count() // world)
-    torch.set_num_threads(1)
-    try:
-        wall_start, cpu_start = time.perf_counter(), time.process_time()
-        seconds, flops = (time_sample or _time_block)(kernel(), workload)
-        cpu_share = (time.process_time() - cpu_start) / (time.perf_counter() - wall_start)
-    finally:
-        torch.set_num_threads(threads_before)
-    rate = flops / seconds * threads * min(1.0, cpu_count() / world)
-    return rate, share_of_ranks(cpu_share, cpu_count(), world * threads)
-
-
-def share_of_ranks(cpu_share: float, slots: float, rank_threads: int) -> float:
-    """Estimate the share of an idle machine's speed that the ranks get (0 to 1).
-
-    ``cpu_share`` is the CPU time of one test thread, divided by its wall time. ``slots`` is the number of threads that
-    can run at once, ``rank_threads`` the number of threads of all ranks. A test thread gets ``cpu_share`` beside
-    ``slots / cpu_share - 1`` other threads. The ranks share the machine with these and with each other.
-    """
-    other_threads = slots / max(cpu_share, 1e-3) - 1 if cpu_share < _UNDISTURBED else 0.0
-    return min(1.0, slots / (other_threads + rank_threads)) / min(1.0, slots / rank_threads)
-
-
-def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
-    """Return the shortest time of a small block in seconds (with its backward pass, if any), and its FLOPs."""
+def _block_of(kernel: Any, workload: Workload) -> Callable[[], int]:
+    """Return a function that computes a small block, with its backward pass if any, and returns its FLOPs."""
     keys = min(SAMPLE_TOKENS if workload.kv_length is None else SAMPLE_KEYS, workload.kv_length or workload.seq)
     q, k = (torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
             for tokens in (min(SAMPLE_TOKENS, workload.seq), keys))  # fmt: skip
-    scale, best = workload.head_dim**-0.5, float("inf")
-    end, calls = time.perf_counter() + SAMPLE_S, 0
-    while calls < 3 or time.perf_counter() < end:
-        calls, kernel.flops = calls + 1, 0
-        start = time.perf_counter()
+    scale = workload.head_dim**-0.5
+
+    def run() -> int:
+        kernel.flops = 0
         out, lse = kernel.forward(q, k, k, scale=scale, causal=False)
         if workload.backward:
             kernel.backward(q, q, q, q, lse, out=out, scale=scale, causal=False)
-        best = min(best, time.perf_counter() - start)
-    return best, int(kernel.flops)
+        return int(kernel.flops)
+
+    return run
 
 
-def _time_recurrence(_: None, workload: Workload) -> tuple[float, int]:
-    """Return the shortest time of a short sequence in seconds (with its backward pass, if any), and its FLOPs."""
+def _sequence_of(workload: Workload) -> Callable[[], int]:
+    """Return a function that computes a short sequence, with its backward pass if any, and returns its FLOPs."""
     short = msgspec.structs.replace(
         workload, batch=1, seq=min(SAMPLE_TOKENS, workload.seq), documents=None, heads=1, kv_heads=1, conv_width=None
     )
     shard = RecurrenceShard.create(single_rank_strategy("reference"), short, torch.device("cpu"))
-    best, end, calls = float("inf"), time.perf_counter() + SAMPLE_S, 0
-    while calls < 3 or time.perf_counter() < end:
-        calls, start = calls + 1, time.perf_counter()
+
+    def run() -> int:
         shard.run_iteration()
-        best = min(best, time.perf_counter() - start)
-    return best, short.model_flops()
+        return short.model_flops()
+
+    return run
 
 
 def _si(value: float) -> str:

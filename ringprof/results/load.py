@@ -17,7 +17,7 @@ from ringprof.results.options import LoadOptions
 from ringprof.run import RankTrace, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet
-from ringprof.trace.formats import REDUCED, format_at, is_newest_reduced, parse_bytes
+from ringprof.trace.formats import REDUCED, format_at, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
 from ringprof.trace.ranks import checked_traces, json_bytes, read_traces
 
@@ -162,16 +162,10 @@ def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
 
 
 def _quickest(folder: str, trace: RankTrace) -> str:
-    """Choose the reduced trace if the trace is unchanged or missing, else the trace.
-
-    A reduced trace of an older version lacks events of the host, so it is chosen only if the trace is missing.
-    """
+    """Choose the reduced trace if the trace is unchanged or missing, else the trace."""
     path = within(folder, trace.path)
     reduced = within(folder, trace.reduced) if trace.reduced else None
-    if reduced and is_newest_reduced(reduced) and not _changed(path, trace.size_bytes):
-        return reduced
-    old = reduced and format_at(reduced) is REDUCED and not exists(path)
-    return reduced if reduced and old else path
+    return reduced if reduced and format_at(reduced) is REDUCED and not _changed(path, trace.size_bytes) else path
 
 
 def _changed(path: str, size_bytes: int | None) -> bool:

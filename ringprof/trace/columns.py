@@ -30,15 +30,13 @@ NONE = -1
 PAGE_MIGRATION = "Page migration"
 """Start of the names of copies that CUDA makes of managed memory when it is touched; no call launches them."""
 
-NOTES = frozenset(
-    {"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends", "host_events_not_kept"}
-)
-"""Codes of warnings that an intact trace may have: on CPU ranks, with several hosts, or from an older writer."""
+NOTES = frozenset({"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends"})
+"""Codes of warnings that an intact trace may have: on CPU ranks, and with several hosts."""
 
 CUT_OFF = frozenset({"truncated", "damaged_compression"})
 """Codes of warnings which say that the end of a trace is missing."""
-NO_HOST_EVENTS = frozenset({"host_events_dropped", "host_events_not_kept"})
-"""Codes of warnings which say that the host events during idle time of the device are not known."""
+NO_HOST_EVENTS = "host_events_dropped"
+"""Code of the warning that the host events during idle time of the device are not known."""
 NO_DEVICE_ACTIVITIES = "no_device_activities"
 """Code of the warning that a run used a GPU but its trace has no device activities."""
 

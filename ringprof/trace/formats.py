@@ -13,7 +13,7 @@ from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK
 from ringprof.trace.kineto.tracks import by_device
-from ringprof.trace.reduced import MAGIC, PREVIOUS_MAGIC, SUFFIX, read_reduced
+from ringprof.trace.reduced import MAGIC, SUFFIX, read_reduced
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ NSYS = Format(
     read=_read_nsys, one_rank=False,
 )  # fmt: skip
 REDUCED = Format(
-    name="a reduced trace", suffixes=(SUFFIX,), sniff=lambda head: head.startswith((MAGIC, PREVIOUS_MAGIC)),
+    name="a reduced trace", suffixes=(SUFFIX,), sniff=lambda head: head.startswith(MAGIC),
     read=lambda path, budget: [read_reduced(path, budget)],
 )  # fmt: skip
 KINETO = Format(
@@ -87,14 +87,6 @@ def format_at(path: str) -> Format:
         return format_of(first_bytes(path, path)) or KINETO
     except InputError:
         return KINETO
-
-
-def is_newest_reduced(path: str) -> bool:
-    """Return whether a file is a reduced trace of the current version, which has all information of the full trace."""
-    try:
-        return first_bytes(path, path).startswith(MAGIC)
-    except InputError:
-        return False
 
 
 def parse_bytes(data: bytes, name: str, budget: MemoryBudget) -> Trace:

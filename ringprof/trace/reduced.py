@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +24,12 @@ from ringprof.common.files import read_whole
 from ringprof.common.limits import MemoryBudget
 from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.trace.checks import validate_trace
-from ringprof.trace.columns import NONE, TABLES, CommRecord, Device, Int64, Notice, Trace, dtypes_of
+from ringprof.trace.columns import TABLES, CommRecord, Device, Int64, Notice, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.kineto.fields import MOST_DEVICES
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_list, bytes_of_rows, bytes_of_text, take_analysis
 
 MAGIC = b"ringprof.trace/4\n"
-PREVIOUS_MAGIC = b"ringprof.trace/3\n"
-"""First line of files from before host events were kept. They are read only where the trace itself is missing."""
 SUFFIX = ".ringprof"
 
 _LEVEL = 4
@@ -88,9 +86,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records", "modules", "backward_calls"})
-"""Tables that are stored only if they have rows. Older files never have them."""
-_COLUMNS_MAY_BE_MISSING = frozenset({"target_device", "batch", "m", "n", "k"})
-"""Columns that older files lack; they are filled with `NONE`."""
+"""Tables that are stored only if they have rows."""
 _METADATA = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices",
              "producer")  # fmt: skip
 
@@ -157,7 +153,7 @@ def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | N
     Raises `TraceFormatError`, `MemoryLimitError`.
     """
     shown_name, budget = name or "reduced trace", budget or MemoryBudget()
-    if not data.startswith((MAGIC, PREVIOUS_MAGIC)):
+    if not data.startswith(MAGIC):
         raise TraceFormatError(
             f"{shown_name}: not a reduced trace of this version: remove it, and the trace itself is read"
         )
@@ -168,15 +164,7 @@ def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | N
         raise TraceFormatError(
             f"{shown_name}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
         ) from None
-    if data.startswith(PREVIOUS_MAGIC):
-        trace = msgspec.structs.replace(trace, warnings=[*trace.warnings, Notice("host_events_not_kept", _NOT_KEPT)])
     return take_analysis(validate_trace(trace), budget)
-
-
-_NOT_KEPT = (
-    "a reduced trace of an older version does not hold what the host did while the GPU was idle: put the trace itself "
-    "beside it to see that"
-)
 
 
 def _decompress(data: bytes, name: str, budget: MemoryBudget) -> bytes:
@@ -219,24 +207,11 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
             for record in file.collectives
         ],
         **{
-            table: _table(kind, file.columns[table])
+            table: kind(**{name: _column(file.columns[table][name], dtype) for name, dtype in dtypes_of(kind).items()})
             for table, kind in TABLES.items()
             if table not in _MAY_BE_MISSING or table in file.columns
         },
     )  # fmt: skip
-
-
-def _table(kind: type[Any], columns: Mapping[str, memoryview]) -> Any:
-    """Build one table of a `Trace` from its stored columns. Raises KeyError if a required column is missing."""
-    count = len(columns["start_ns"]) // 8
-    return kind(
-        **{
-            name: np.full(count, NONE, dtype)
-            if name in _COLUMNS_MAY_BE_MISSING and name not in columns
-            else _column(columns[name], dtype)
-            for name, dtype in dtypes_of(kind).items()
-        }
-    )
 
 
 # --- columns, texts and lists -------------------------------------------------------------------------

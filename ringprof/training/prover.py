@@ -37,7 +37,7 @@ from ringprof.proof.on_ranks import record_sent
 from ringprof.proof.result import SentInCall
 from ringprof.ranks.process_group import GroupRanks
 from ringprof.strategies.base import Strategy, checksum, positions_in_documents
-from ringprof.strategies.kernels.reference import KeyStretches, capped
+from ringprof.strategies.kernels.reference import KeyStretches, masked_scores
 from ringprof.strategies.kernels.uncompiled import uncompiled
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.training.steps import StepCounter, interval_for
@@ -465,9 +465,7 @@ class Prover(StepCounter):
             rows = slice(first, first + step)
             q = capture.q[rows].double().flatten(0, 1)
             seen = KeyStretches.of(problem.mask, problem.positions[rows], len(k)).shown(problem.order)
-            hidden = ~seen.repeat_interleave(group, 0)
-            scores = capped(q @ k.T * scale, softcap)
-            p = scores.masked_fill(hidden, -math.inf)
+            p, slope = masked_scores(q @ k.T * scale, seen.repeat_interleave(group, 0), softcap)
             if sinks is not None:
                 p = torch.cat([p, sinks.double().repeat(len(p) // group)[:, None]], 1)
             p = torch.softmax(p, 1).nan_to_num(0.0)[:, : len(k)]
@@ -480,7 +478,7 @@ class Prover(StepCounter):
             assert capture.dout is not None
             dout = capture.dout[rows].double().flatten(0, 1)
             dscores = p * (dout @ v.T - (dout * out).sum(1, keepdim=True)) * scale
-            dscores = stored(dscores * (1 - (scores / softcap).square()) if softcap else dscores)
+            dscores = stored(dscores * slope)
             results["dq"].append(dscores @ k)
             problem.sums[int(rounds), :, :size] += dscores.T @ q
             problem.sums[int(rounds), :, size:] += used.T @ dout

@@ -1,4 +1,4 @@
-"""Linear recurrences: their names, and the FLOPs of one.
+"""Operators that mix the tokens: softmax attention, and linear recurrences with their FLOPs.
 
 A recurrence keeps a state of K x V numbers per head, with K the size of a key and V that of a value. Its FLOPs are
 those of the chunkwise form with chunks of `CHUNK` tokens, in which GPUs compute it. Per token and head, forward:
@@ -16,16 +16,47 @@ SSMs" (arXiv 2405.21060), section 6, for Mamba-2, which is linear attention with
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 Operator = Literal["attention", "gdn", "mamba2", "simple-gla", "gla"]
 """Operator that mixes the tokens: softmax attention, or a recurrence."""
-RECURRENCES: dict[Operator, str] = {
-    "gdn": "gated delta net", "mamba2": "Mamba-2", "simple-gla": "simple gated linear attention",
-    "gla": "gated linear attention",
-}  # fmt: skip
-"""Name of each recurrence in sentences."""
-OPERATORS: tuple[Operator, ...] = get_args(Operator)
+
+
+class OperatorTraits(NamedTuple):
+    """Facts about one operator, from which its tensors, parameters, FLOPs and words follow."""
+
+    words: str
+    """Name in sentences."""
+    method: str = ""
+    """Method of a strategy for recurrences that computes it; empty for attention."""
+    delta_rule: bool = False
+    """Whether a writing strength per head corrects the state, as in the gated delta rule."""
+    state_space: bool = False
+    """Whether its inputs are x, b and c of a state space model, whose layers in a pattern have one head of b and c."""
+    channel_decay: bool = False
+    """Whether each key channel has a decay, not each head."""
+    convolution: int | None = None
+    """Tokens that the convolution of a pattern's layers reads, as in Qwen3-Next; None: no convolution."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it is a recurrence."""
+        return bool(self.method)
+
+    def gates(self, heads: int, key_dim: int) -> int:
+        """Count a recurrence's decays and writing strengths per token."""
+        return heads * (key_dim if self.channel_decay else 2 if self.delta_rule else 1)
+
+
+TRAITS: dict[Operator, OperatorTraits] = {
+    "attention": OperatorTraits("attention"),
+    "gdn": OperatorTraits("gated delta net", "gated_delta_rule", delta_rule=True, convolution=4),
+    "mamba2": OperatorTraits("Mamba-2", "mamba2", state_space=True, convolution=4),
+    "simple-gla": OperatorTraits("simple gated linear attention", "simple_gla"),
+    "gla": OperatorTraits("gated linear attention", "gla", channel_decay=True),
+}
+OPERATORS: tuple[Operator, ...] = tuple(TRAITS)
+RECURRENCES: tuple[Operator, ...] = tuple(name for name, traits in TRAITS.items() if traits.recurrent)
 CHUNK = 64
 """Tokens per chunk in the count of FLOPs: those of flash-linear-attention's kernels."""
 

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ringprof.common.json_object import JsonObject
+from ringprof.workload.combinations import why_refused
 from ringprof.workload.mask import NO_LIMIT, Mask
-from ringprof.workload.recurrences import RECURRENCES, Operator, recurrence_flops
+from ringprof.workload.recurrences import TRAITS, Operator, OperatorTraits, recurrence_flops
 
 _SHARE = 32
 """Ratio of the memory for reading to the largest accepted ``run.json``: one made of empty lists needs 20 times its
@@ -27,8 +29,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 Phase = Literal["training", "prefill", "decode"]
-PATTERN_CONVOLUTION = 4
-"""Tokens that the convolution of a pattern's gated delta nets and Mamba-2 layers reads, as in Qwen3-Next."""
 
 
 class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,27 +104,37 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the short causal convolution before a recurrence reads; None: no convolution."""
 
     def __post_init__(self) -> None:
-        self._check_phase()
-        if self.recurrent:
-            self._check_recurrence()
-        elif self.conv_width is not None:
-            raise ValueError("attention has no convolution before it")
-        elif self.v_head_dim is not None and self.v_head_dim > self.head_dim:
-            raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
+        if reason := why_refused(self.features()):
+            raise ValueError(reason)
+        if self.recurrent and self.heads % self.kv_heads:
+            raise ValueError(f"--kv-heads {self.kv_heads} does not divide the {self.heads} heads")
+        if not self.recurrent and self.value_dim > self.head_dim:
+            raise ValueError(
+                f"--v-head-dim {self.v_head_dim}: heads of v are at most as large as those of q and k, {self.head_dim}"
+            )
+        if self.kv_length is not None and self.kv_length < self.seq:
+            raise ValueError(f"--kv-length {self.kv_length} holds the new tokens, too: at least {self.seq}")
+        if self.kv_length is not None and self.backward:
+            raise ValueError(f"{self.phase} is forward only")
         if self.sequences is not None and any(self.seq % count for count in self.sequences):
             raise ValueError(f"{self.seq} tokens are no even sequences, {self.sequences} of them")
-        if self.prefix is not None and self.window is None and self.causal:
-            raise ValueError(
-                f"a prefix of {self.prefix} tokens goes with a window, or without a causal mask (prefix LM)"
-            )
         if self.layer is not None and self.layer.pattern is not None:
-            recurrent = any(operator in RECURRENCES for operator in self.layer.pattern)
-            if "attention" not in self.layer.pattern or recurrent != (self.layer.recurrent_strategy is not None):
-                raise ValueError("a pattern has attention, and with recurrences a strategy for them")
+            if self.layer.recurrent_strategy is None and set(self.layer.pattern) - {"attention"}:
+                raise ValueError("a pattern with recurrences needs a strategy for them")
         if self.layers % len(self.pattern):
             raise ValueError(f"{self.layers} layers are no multiple of the pattern {','.join(self.pattern)}")
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
+
+    def features(self) -> JsonObject:
+        """Return the values of the workload's features, by the names of `ringprof.workload.combinations`."""
+        return {
+            "operator": self.operator, "phase": self.phase, "kv_length": self.kv_length, "causal": self.causal,
+            "documents": self.documents, "window_size": self.window, "prefix": self.prefix, "softcap": self.softcap,
+            "sinks": self.sinks, "v_head_dim": self.v_head_dim, "conv_width": self.conv_width, "layer": self.layer,
+            "pattern": self.layer and self.layer.pattern,
+            "recurrent_strategy": self.layer and self.layer.recurrent_strategy,
+        }  # fmt: skip
 
     @property
     def pattern(self) -> tuple[Operator, ...]:
@@ -142,43 +152,27 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if len(set(self.pattern)) == 1 or operator == "attention":
             return msgspec.structs.replace(self, layer=None, layers=count)
+        traits = TRAITS[operator]
         return Workload(
-            batch=self.batch, seq=self.seq, heads=self.heads, kv_heads=1 if operator == "mamba2" else self.heads,
+            batch=self.batch, seq=self.seq, heads=self.heads, kv_heads=1 if traits.state_space else self.heads,
             head_dim=self.head_dim, dtype=self.dtype, backward=self.backward, layers=count, steps=self.steps,
-            documents=self.documents, operator=operator,
-            conv_width=PATTERN_CONVOLUTION if operator in ("gdn", "mamba2") else None,
+            documents=self.documents, operator=operator, conv_width=traits.convolution,
         )  # fmt: skip
+
+    @property
+    def traits(self) -> OperatorTraits:
+        """Facts about the operator."""
+        return TRAITS[self.operator]
 
     @property
     def recurrent(self) -> bool:
         """Whether the operator is a recurrence."""
-        return self.operator in RECURRENCES
+        return self.traits.recurrent
 
     @property
     def value_dim(self) -> int:
         """Head size of v."""
         return self.v_head_dim or self.head_dim
-
-    def _check_recurrence(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} heads of keys")
-        softmax_alone = {
-            "a full mask": not self.causal, "a window": self.window, "a prefix": self.prefix,
-            "a soft cap": self.softcap, "sinks": self.sinks, "a cache": self.kv_length,
-        }  # fmt: skip
-        for name, value in softmax_alone.items():
-            if value:
-                raise ValueError(f"{name} belongs to attention, and the operator is {self.operator}")
-
-    def _check_phase(self) -> None:
-        if (self.phase == "training") != (self.kv_length is None):
-            raise ValueError(f"phase {self.phase} and kv_length {self.kv_length}: inference has both, training neither")
-        if self.kv_length is None:
-            return
-        if self.kv_length < self.seq:
-            raise ValueError(f"kv_length {self.kv_length} holds the {self.seq} new tokens, too")
-        if self.backward or self.documents is not None:
-            raise ValueError(f"{self.phase} is forward only, over one document")
 
     def mask(self) -> Mask:
         """Return the attention mask over all keys; in inference, only the last tokens have queries."""
@@ -240,7 +234,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.recurrent:
             tokens, passes = self.batch * self.seq * self.layers * self.steps, 3 if self.backward else 1
             sizes = self.heads, self.head_dim, self.value_dim
-            return recurrence_flops(tokens, *sizes, delta_rule=self.operator == "gdn", passes=passes)
+            return recurrence_flops(tokens, *sizes, delta_rule=self.traits.delta_rule, passes=passes)
         return self._flops(2 * self.pairs())
 
     def pairs(self) -> int:
@@ -255,13 +249,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.layer is None:
             return 0
-        hidden, size = self.heads * self.head_dim, self.head_dim
-        kv, gates = {
-            "attention": (2 * self.kv_heads * size, 0), "gdn": (2 * hidden, hidden + 2 * self.heads),
-            "mamba2": (2 * size, hidden + self.heads), "simple-gla": (2 * hidden, hidden + self.heads),
-            "gla": (2 * hidden, 2 * hidden),
-        }[operator]  # fmt: skip
-        return hidden * (2 * hidden + kv + gates + 3 * self.layer.mlp_size)
+        traits, hidden, kv_heads, gates = TRAITS[operator], self.heads * self.head_dim, self.kv_heads, 0
+        if traits.recurrent:
+            kv_heads = 1 if traits.state_space else self.heads
+            gates = hidden + traits.gates(self.heads, self.head_dim)
+        return hidden * (2 * hidden + 2 * kv_heads * self.head_dim + gates + 3 * self.layer.mlp_size)
 
     def all_parameters(self) -> int:
         """Count the parameters of the matrices of all layers."""
@@ -297,7 +289,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def mask_in_words(self) -> str:
         """Describe the mask, or the recurrence and its documents: ``causal, 3 documents of 100 to 900 tokens``."""
         words = str(self.mask())
-        return words.replace("causal", RECURRENCES[self.operator], 1) if self.recurrent else words
+        return words.replace("causal", self.traits.words, 1) if self.recurrent else words
 
     def mask_in_short(self) -> str:
         """Describe the mask or recurrence, with its options, in a few words: ``causal, 15 documents, window 4096``."""

@@ -46,7 +46,7 @@ class ReferenceKernel(Kernel):
 
         ``mask``: bool (Sq, Sk), the keys that each query sees; None: all keys.
         """
-        scores = self._mask_scores(self._scores(q, k, scale), mask)
+        scores, _ = self._scores(q, k, scale, mask)
         lse = torch.logsumexp(scores, dim=-1)
         out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse.unsqueeze(-1)).exp(), v.double())
         return out.to(q.dtype), lse.to(wide_type(q))
@@ -71,12 +71,10 @@ class ReferenceKernel(Kernel):
         if delta is None:
             assert out is not None
             delta = row_product(dout.double(), out.double())
-        scores = self._scores(q, k, scale)
-        weights = (self._mask_scores(scores, mask) - lse.double().unsqueeze(-1)).exp()
+        scores, slope = self._scores(q, k, scale, mask)
+        weights = (scores - lse.double().unsqueeze(-1)).exp()
         dweights = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v.double())
-        dscores = weights * (dweights - delta.double().unsqueeze(-1)) * scale
-        if self.softcap:
-            dscores = dscores * (1 - (scores / self.softcap).square())
+        dscores = weights * (dweights - delta.double().unsqueeze(-1)) * scale * slope
         dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k.double())
         dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
         dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout.double())
@@ -85,12 +83,8 @@ class ReferenceKernel(Kernel):
     def _visible_keys(self, q: Tensor, causal: bool) -> Tensor | None:
         return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril() if causal else None
 
-    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return capped(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, self.softcap)
-
-    @staticmethod
-    def _mask_scores(scores: Tensor, mask: Tensor | None) -> Tensor:
-        return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    def _scores(self, q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        return masked_scores(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, mask, self.softcap)
 
 
 class MaskedReference(ReferenceKernel):
@@ -105,9 +99,18 @@ class MaskedReference(ReferenceKernel):
         return KeyStretches.of(self._mask, positions, q.shape[1]).shown(positions)
 
 
-def capped(scores: Tensor, softcap: float) -> Tensor:
-    """Return ``softcap`` · tanh(scores / ``softcap``); the scores themselves if ``softcap`` is 0."""
-    return softcap * torch.tanh(scores / softcap) if softcap else scores
+def masked_scores(products: Tensor, shown: Tensor | None, softcap: float = 0.0) -> tuple[Tensor, Tensor | float]:
+    """Return the scores of scaled products of queries and keys, and the scores' derivative by the products.
+
+    A score is ``softcap`` · tanh(product / ``softcap``), or the product if ``softcap`` is 0; minus infinity where
+    ``shown`` is false (None: nowhere). Writes into ``products``.
+    """
+    scores: Tensor = products
+    slope: Tensor | float = 1.0
+    if softcap:
+        scores = softcap * torch.tanh(products / softcap)
+        slope = 1 - (scores / softcap).square()
+    return scores if shown is None else scores.masked_fill_(~shown, float("-inf")), slope
 
 
 class KeyStretches(NamedTuple):

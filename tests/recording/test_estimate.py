@@ -23,6 +23,7 @@ from ringprof.iteration.request import RecordRequest
 from ringprof.iteration.resolve import resolve
 from ringprof.iteration.shard import WorkloadShard
 from ringprof.ranks.launcher import RankInfo
+from ringprof.recording import estimate as estimate_module
 from ringprof.recording.estimate import (
     RecordingEstimate,
     _reading_s,
@@ -32,7 +33,6 @@ from ringprof.recording.estimate import (
     largest_not_over,
     largest_seq,
     raise_if_too_large,
-    share_of_ranks,
 )
 from ringprof.strategies import create, find, names
 from ringprof.strategies.algorithms.zigzag import Zigzag
@@ -58,31 +58,32 @@ def plan(**changes: object) -> RecordingEstimate:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("cpu_share", "slots", "world", "share"),
-    [
-        # No other threads: any number of ranks is as fast as on an idle machine.
-        (1.0, 2, 4, 1.0),
-        (0.97, 8, 4, 1.0),
-        # Two processors and three others: half of the time for one, 2/7 for each of four, who would have half.
-        (0.5, 2, 4, 4 / 7),
-        # Thirty others: a fifteenth for one; two of 34 for four ranks.
-        (2 / 31, 2, 4, (2 / 34) / (2 / 4)),
-        # Room for eight, nine others: 8 of 13 for each of four, who would have a place each.
-        (0.8, 8, 4, 8 / 13),
-    ],
-)
-def test_cpu_share_of_ranks_on_a_busy_machine(cpu_share: float, slots: float, world: int, share: float) -> None:
-    assert share_of_ranks(cpu_share, slots, world) == pytest.approx(share)
+@pytest.mark.parametrize("slowdown", [1.0, 12.0])
+def test_time_limit_grows_with_the_load_and_the_rate_does_not(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock in which the CPU is given to the sample for one of ``slowdown`` seconds, in long turns."""
+    steps = [slowdown * 3 - 2, 1, 1]  # the first of three runs waits for its turn, the others do not
 
+    class Clock:
+        now, cpu = 0.0, 0.0
 
-def test_plan_reports_a_busy_machine() -> None:
-    recording = request()
-    quiet = plan(rate=5e15, available_share=0.95)
-    assert "about 200 ms each (" in describe(recording, quiet)[1]
-    busy = describe(recording, plan(rate=5e15, available_share=0.1))[1]
-    assert "about 200 ms each on a quiet machine, 2 s at the current load (" in busy
-    assert plan(available_share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
+        def perf_counter(self) -> float:
+            return self.now
+
+        def process_time(self) -> float:
+            return self.cpu
+
+    clock = Clock()
+
+    def run_sample() -> int:
+        clock.now, clock.cpu = clock.now + steps.pop(0), clock.cpu + 1
+        return 7
+
+    monkeypatch.setattr(estimate_module, "time", clock)
+    monkeypatch.setattr(estimate_module, "cpu_count", lambda: 4)
+    rate, _, measured = estimate_module._describe_cpu(request(world=4), "a sample", run_sample)[2:]
+    assert (rate, measured) == (7.0, slowdown)
+    assert plan(slowdown=measured).time_limit == 600 + 10 * plan().total_seconds * slowdown
+    assert describe(request(), plan(slowdown=measured)) == describe(request(), plan())
 
 
 def test_time_counts_every_iteration_and_the_busiest_rank() -> None:

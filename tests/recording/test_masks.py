@@ -158,7 +158,7 @@ def test_shortened_workload_scales_its_mask() -> None:
 def test_documents_must_fill_the_sequence() -> None:
     with pytest.raises(ValueError, match="91 tokens together, the sequence has 96"):
         Workload(seq=96, heads=1, kv_heads=1, head_dim=8, documents=(90, 1))
-    with pytest.raises(ValueError, match="a prefix of 4 tokens goes with a window"):
+    with pytest.raises(ValueError, match="--prefix 4 needs --window-size"):
         Workload(seq=96, heads=1, kv_heads=1, head_dim=8, prefix=4)
 
 

@@ -21,6 +21,7 @@ from ringprof.recording import RecordRequest, record
 from ringprof.results.load import load
 from ringprof.run import Run, read_run, write_run
 from ringprof.strategies import create, create_recurrent
+from ringprof.strategies.recurrent.state_strategies import StateScan
 from ringprof.workload.workload import LayerAround, Workload
 from tests.paths import ROOT
 from tests.recording.layer_training import losses_of_one_process, losses_over_ranks
@@ -319,3 +320,12 @@ def test_a_trace_with_more_recurrences_than_the_pattern_has_is_warned_of(tmp_pat
     write_run(msgspec.structs.replace(run, workload=workload), tmp_path / "run.json")
     (warning, *_) = load(tmp_path).warnings
     assert "4 forward blocks, run.json counts 3" in warning.message
+
+
+def test_a_pattern_asks_its_recurrent_strategy_all_that_a_recurrence_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(StateScan, "operators", ("gdn",))
+    common = ["record", "--layer", "ddp", "--seq", "64", "--device", "cpu", "--world", "2", "-o", str(tmp_path / "r")]
+    assert run_command([*common, "--strategy", "ring", "--pattern", "gla,attention"]) == 2
+    assert "strategy 'state-scan' cannot run this: it computes gdn alone" in capsys.readouterr().err

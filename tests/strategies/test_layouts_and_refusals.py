@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ringprof.strategies
 from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
 from ringprof.strategies.algorithms.usp import USP, default_ulysses_degree
 from ringprof.strategies.base import Shape
@@ -483,3 +484,8 @@ def sharded_by_another(rank: int) -> str:
 @pytest.mark.processes
 def test_documents_that_another_layout_sharded_are_refused():
     assert all("has not sharded by it" in text for text in run_ranks(2, sharded_by_another))
+
+
+def test_unknown_names_are_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Fit'"):
+        _ = ringprof.strategies.Fit

@@ -21,8 +21,8 @@ HOST_CLASSES = (
     LAUNCH_CALL, MEMORY_CALL, SYNCHRONISATION, DATA_LOADER, COMPILATION, USER_RANGE, OPERATOR_CLASS, NOTHING_RECORDED,
     NOT_KEPT,
 )  # fmt: skip
-"""Classes of host time, in the order of their codes. ``host events not kept`` is all host time of a trace without host
-events: reduced traces of older versions, and traces whose host events did not fit into memory."""
+"""Classes of host time, in the order of their codes. ``host events not kept`` is all host time of a trace whose host
+events did not fit into memory."""
 _NO_CLASS = -1
 
 # Ranges of whole iterations and of communication calls enclose everything and carry no information.

@@ -183,7 +183,7 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
     trace = classified.trace
     host = np.flatnonzero(stretches.launched_ns > stretches.start_ns)
     threads = trace.launches.thread[stretches.launch[host]] if len(host) else host
-    has_host_events = all(warning.code not in NO_HOST_EVENTS for warning in trace.warnings)
+    has_host_events = all(warning.code != NO_HOST_EVENTS for warning in trace.warnings)
     parts: list[_Columns] = [(_EMPTY,) * 5]
     for thread_number in distinct(threads).tolist():
         of_thread = host[threads == thread_number]

@@ -103,12 +103,11 @@ def test_trace_without_memory_events_has_no_memory_timeline(tmp_path: Path) -> N
     assert memory.html(run.findings, NO_FIGURES) is None
 
 
-def test_reduced_trace_keeps_memory_and_older_versions_are_read() -> None:
+def test_reduced_trace_keeps_memory_and_stores_no_empty_table() -> None:
     whole = parse_trace(trace_text(*EVENTS), "rank0.json")
     again = parse_reduced(reduce_trace(whole))
     for name in ("start_ns", "device", "allocated_bytes", "reserved_bytes"):
         assert np.array_equal(getattr(again.memory, name), getattr(whole.memory, name))
-    # One without it is written as before there was such a table.
     none = parse_trace(trace_text(), "rank0.json")
     stored = reduce_trace(none)
     assert "memory" not in msgspec.msgpack.decode(zlib.decompress(stored[len(MAGIC) :]))["columns"]
