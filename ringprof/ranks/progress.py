@@ -64,6 +64,16 @@ class PositionReporter:
         return f"{self._phase}, step {self._done + 1}"
 
 
+def log_path(scratch: Path, rank: int) -> Path:
+    """Return the path of the file that holds a rank's output."""
+    return scratch / f"rank{rank}.log"
+
+
+def progress_log_path(scratch: Path, rank: int) -> Path:
+    """Return the path of a rank's progress log."""
+    return scratch / f"rank{rank}.jsonl"
+
+
 class ProgressLog(PositionReporter):
     """Progress log of a rank: a file of JSON lines with its progress and its outcome."""
 
@@ -83,9 +93,8 @@ class ProgressLog(PositionReporter):
         self._write(advance=1)
 
     def end(self, outcome: msgspec.Struct) -> None:
-        """Log how the run ends on this rank, a `RankOutcome` of `ringprof.ranks.rank_errors`, by its kind."""
-        values = msgspec.to_builtins(outcome)
-        self._write(**{values["kind"]: values})
+        """Log how the run ends on this rank, a `RankOutcome` of `ringprof.ranks.rank_errors`."""
+        self._write(outcome=msgspec.to_builtins(outcome))
 
     def _write(self, **entry: Any) -> None:
         # The file is opened for each line: a rank may be killed at any moment, and must not lose lines.
@@ -128,3 +137,8 @@ class ProgressLogReader:
     def last(self, key: str) -> JsonObject | None:
         """Return the newest entry that has ``key``; None if there is none."""
         return next((entry for entry in reversed(self.entries) if key in entry), None)
+
+    def outcome(self) -> JsonObject | None:
+        """Read the new entries; return the entry of the rank's first outcome, None if there is none."""
+        self.read()
+        return next((entry for entry in self.entries if "outcome" in entry), None)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -19,7 +19,7 @@ from ringprof.iteration.dynamic_cp import DynamicCpShard
 from ringprof.iteration.layer import LayersShard
 from ringprof.iteration.recurrence import RecurrenceShard
 from ringprof.iteration.request import RecordRequest
-from ringprof.iteration.resolve import layout_options, load_any_strategy, strategy_errors
+from ringprof.iteration.resolve import layout_options, load_any_strategy, ranks_per_host, resolve, strategy_errors
 from ringprof.iteration.shard import Measurement, WorkloadShard, counted_work
 from ringprof.proof.verify import verify
 from ringprof.proof.verify_recurrence import (
@@ -34,11 +34,11 @@ from ringprof.proof.verify_timed import verify_timed
 from ringprof.ranks.launcher import RankInfo
 from ringprof.ranks.machine import device_name, driver_version, host_name, host_numbers, variables, versions
 from ringprof.ranks.process_group import gather_bytes, gather_tensor, world_group
-from ringprof.ranks.progress import Reporter
+from ringprof.ranks.progress import PositionReporter, Reporter
+from ringprof.recording.estimate import describe, estimate_of, raise_if_too_large
 from ringprof.recording.measure import measure, profile_iterations
 from ringprof.recording.remote_traces import TraceFile, gather_traces
-from ringprof.recording.run_folder import publish, reduced_name, trace_name
-from ringprof.recording.task import RankTask
+from ringprof.recording.run_folder import discard, publish, reduced_name, stage, trace_name
 from ringprof.recording.telemetry import device_links
 from ringprof.run import (
     Baselines,
@@ -53,15 +53,74 @@ from ringprof.run import (
     Topology,
     Verification,
     Work,
+    read_run,
 )
 from ringprof.strategies import Dynamic, create, find, for_recurrences, names
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 from ringprof.strategies.transport.communicator import Communicator
+from ringprof.trace.reduced import reduce_file
 from ringprof.workload.workload import Workload
 
-Reduce = Callable[[Path, Path], bool]
-"""Function that writes the reduced form of a trace (first path) to the second path, and returns whether it could."""
+
+class RankTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Task of the ranks of a recording: a resolved request, and the folder that the ranks work in."""
+
+    job: ClassVar[str] = "record"
+    request: RecordRequest
+    name: str
+    """Name of the run and of its folder."""
+    staging: str
+    """Folder that the ranks write to. It is renamed to the run's name when it is complete."""
+    token: str
+    """Token by which a rank recognises that it sees the staging folder."""
+    created: str
+    """Time of creation: UTC, ISO 8601."""
+    time_limit: float
+    """Time limit of the whole recording, in seconds."""
+
+    @classmethod
+    def prepare(cls, request: RecordRequest, reporter: Reporter, rank_info: RankInfo | None = None) -> RankTask:
+        """Resolve the request, report the plan, refuse a run that is too large, and create its staging folder.
+
+        ``rank_info`` is the rank as which a launcher started this process, if any. Raises `UsageError`.
+        """
+        request = resolve(request, rank_info)
+        estimate = estimate_of(request, ranks_per_host(request, rank_info))
+        for line in describe(request, estimate):
+            reporter.say(line)
+        raise_if_too_large(request, estimate)
+        output = Path(request.output).absolute()
+        label = f"{request.strategy}-{request.workload.kv_length or request.workload.seq}"
+        staging = stage(output, label, request.world or 1)
+        return cls(
+            request=msgspec.structs.replace(request, output=str(output)), name=staging.name, staging=str(staging.path),
+            token=staging.token, created=staging.created, time_limit=request.time_limit or estimate.time_limit,
+        )  # fmt: skip
+
+    def limit_of(self, phase: str | None) -> float | None:
+        """Return the time limit in seconds for the phase None, before the first, and None for later ones.
+
+        A recording has a single limit, which starts with the ranks.
+        """
+        return self.time_limit if phase is None else None
+
+    def run(self, rank_info: RankInfo, position: PositionReporter, _: Path) -> None:
+        """Record as one rank that ringprof started, in a process group that this method opens."""
+        if self.request.hops != "nccl":
+            # CUDA reads this when it starts: with few hardware queues, streams that wait would block others.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # The run's time limit ends a rank that hangs; the timeout of the group must not come first.
+        with world_group(rank_info, self.request.device, self.time_limit + 60) as device:
+            RankRecording(self, rank_info, position).record(device)
+
+    def result(self, _: Path) -> Run:
+        """Read the run that rank 0 has published."""
+        return read_run(self.request.output)
+
+    def discard(self) -> None:
+        """Remove the half-written run."""
+        discard(Path(self.staging))
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,18 +153,21 @@ class RankRecording:
 
     task: RankTask
     rank_info: RankInfo
-    reporter: Reporter
+    reporter: PositionReporter
+    """Receiver of the progress; it also learns the number of hops."""
     hosts: list[str] | None = None
     """Host name of every rank under an external launcher; None: all ranks are on this host."""
     before_publish: Callable[[], None] = lambda: None
     """Function that rank 0 calls before it publishes the run."""
-    reduce: Reduce | None = None
     strategy: Any = None
     """Strategy of this rank; None until it is created. With dynamic CP, that of the first step."""
     recurrent: Any = None
     """Strategy of a pattern's recurrences; None without a pattern."""
     dynamic: Any = None
     """Strategies of all sizes, a `Dynamic`, if the number of ranks per sequence changes; else None."""
+
+    def __post_init__(self) -> None:
+        self.reporter.hops = self.hops
 
     def hops(self) -> int | None:
         """Return the number of hops posted in this iteration so far; None before there is a strategy.
@@ -116,16 +178,6 @@ class RankRecording:
             return None
         strategies = [self.strategy] if self.dynamic is None else self.dynamic.made
         return int(sum(count for strategy in strategies for count, _ in strategy.comm.meter.sent.values()))
-
-    def run(self) -> Run | None:
-        """Record in a process group that this method opens; return the written run on rank 0, None on other ranks."""
-        request = self.task.request
-        if request.hops != "nccl":
-            # CUDA reads this when it starts: with few hardware queues, streams that wait would block others.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        # The run's time limit ends a rank that hangs; the timeout of the group must not come first.
-        with world_group(self.rank_info, request.device, self.task.time_limit + 60) as device:
-            return self.record(device)
 
     def record(self, device: torch.device) -> Run | None:
         """Record in the existing process group; return the written run on rank 0, None on other ranks."""
@@ -185,7 +237,7 @@ class RankRecording:
             baselines = self._measure_baselines(shard, device) if request.controls else None
             profiled = profile_iterations(shard, device, request.profile_iters, trace.path, self.reporter)
             kernel = shard.kernel().name if computes else None
-        reduced = self.reduce is not None and self.reduce(trace.path, trace.reduced)
+        reduced = reduce_file(trace.path, trace.reduced)
         # Leave out figures that are incomplete because a rank computes or sends past the counters.
         work = msgspec.structs.replace(
             measured.work, block_flops=measured.work.block_flops if computes else None,
