@@ -124,12 +124,12 @@ def _record(
         advice = "" if one_host else "; check that the hosts accept each other's TCP connections on any port"
         raise (RecordError if rank == 0 else ReportedElsewhere)(f"{problems[0]}{advice}")
 
-    recording = RankRecording(message.task, rank_info, position, hosts)
+    recording = RankRecording(message.task, rank_info, device, position, hosts)
     if isinstance(shutdown, FirstRankShutdown):
         recording.before_publish = shutdown.seal
     watchdog.hand_over(shutdown.stopped, message.task.time_limit, 0 if rank == 0 else BACKUP_S)
     try:
-        run = recording.record(device)
+        run = recording.record()
         shutdown.done()
         return run
     except Exception as error:

@@ -56,7 +56,7 @@ class _RankShutdown:
         if not isinstance(error, RecordError):
             # All ranks refused the request for the same reason: a log would add nothing.
             return error
-        log = write_log(failed.log(self.task.request.command), Path(self.task.request.output), self.task.name)
+        log = write_log(failed.log(self.task.request.command), Path(self.task.request.output), self.task.staging.name)
         return type(error)(f"{error}; log: {log}") if log else error
 
 
@@ -184,7 +184,7 @@ class OtherRankShutdown(_RankShutdown):
         failed = failed or FailedRun(self.hosts, {self.rank: stopped_outcome(self.position, "")}, [0])
         if not self._reporting.acquire(blocking=False):
             _wait_for_exit()
-        sees_folder = has_token(Path(self.task.staging), self.task.token)
+        sees_folder = has_token(self.task.staging.path, self.task.staging.token)
         _print_error(self.discard_run(failed) if sees_folder else failed.cause())
         if host == self.hosts[0]:
             end_local_ranks(self.siblings)
