@@ -111,25 +111,25 @@ def is_consequence(kind: str, message: str) -> bool:
     )
 
 
-def slowest_rank(stopped: Mapping[int, RankOutcome], world: int) -> str:
-    """Describe the rank that the others waited for: one that sent no outcome, else the one with the fewest hops.
+def slowest_rank(outcomes: Mapping[int, RankOutcome], world: int) -> str:
+    """Describe the rank that the others waited for: one that sent no outcome, else those with the fewest hops.
 
-    If hops are not counted, it is the smallest group of ranks that share a position. ``stopped`` maps each rank to its
-    outcome when it was stopped.
+    If hops are not counted, it is the smallest group of ranks that share a position. ``outcomes`` maps each rank to its
+    outcome when it was ended.
     """
-    silent = [rank for rank in range(world) if rank not in stopped]
+    silent = [rank for rank in range(world) if rank not in outcomes]
     if silent:
         return f"rank {silent[0]} hung and did not answer"
-    if all(outcome.hops is None for outcome in stopped.values()):
-        positions = Counter(outcome.where for outcome in stopped.values())
+    if all(outcome.hops is None for outcome in outcomes.values()):
+        positions = Counter(outcome.where for outcome in outcomes.values())
         where, count = min(positions.items(), key=lambda item: item[1])
         if len(positions) == 1 and count > 1:
             return f"all {count} ranks hung in {where},"
-        ranks = [str(rank) for rank, outcome in stopped.items() if outcome.where == where]
+        ranks = [str(rank) for rank, outcome in outcomes.items() if outcome.where == where]
         return f"rank {', '.join(ranks)} hung in {where},"
-    first = min(stopped, key=lambda rank: -1 if (hops := stopped[rank].hops) is None else hops)
-    where, hops = stopped[first].where, stopped[first].hops
-    ranks = [str(rank) for rank, outcome in stopped.items() if (outcome.where, outcome.hops) == (where, hops)]
+    first = min(outcomes, key=lambda rank: -1 if (hops := outcomes[rank].hops) is None else hops)
+    where, hops = outcomes[first].where, outcomes[first].hops
+    ranks = [str(rank) for rank in sorted(outcomes) if (outcomes[rank].where, outcomes[rank].hops) == (where, hops)]
     named = f"all {world} ranks" if len(ranks) == world > 1 else f"rank {', '.join(ranks)}"
     posted = "" if hops is None else f", after {hops} hop{'' if hops == 1 else 's'}: hop {hops + 1} was not posted"
     return f"{named} hung in {where}{posted},"
@@ -165,7 +165,7 @@ class FailedRun:
         """Return the error to end with, from the most likely cause.
 
         The order is: an interrupt by the user, a rank that was killed or disconnected, a rank that failed by itself, a
-        rank that ended without an error, a rank that failed because it lost a peer, the time limit, a rank that the
+        rank that ended without an error, the time limit, a rank that failed because it lost a peer, a rank that the
         launcher stopped.
         """
         failed = {rank: outcome for rank, outcome in self.outcomes.items() if outcome.kind == "failed"}
@@ -183,20 +183,24 @@ class FailedRun:
         if self.disconnected:
             others = f", while the others were in {position}" if position else ""
             return RecordError(f"{self._describe_disconnected()}{others}{nothing}")
+        own = next((rank for rank, outcome in failed.items() if not outcome.effect), None)
+        if own is not None:
+            return rank_error(own, failed[own], self._logs(own))
+        # All errors are consequences: the cause is a rank that ended without an error, whatever its exit code.
         silent = [rank for rank in self.statuses if rank not in failed]
-        if silent and all(outcome.effect for outcome in failed.values()):
-            # All errors are consequences: the cause is a rank that ended without an error, whatever its exit code.
+        if silent:
             rank = max(silent, key=lambda rank: self.statuses[rank] != 0)
             how = f"exited with code {self.statuses[rank]} and printed no error"
             if rank in stopped:
                 how = f"was stopped by {stopped[rank].reason} in {stopped[rank].where}"
             return RecordError(f"rank {rank} {how}{nothing}{self._logs(rank)}")
-        if failed:
-            rank = min(failed, key=lambda rank: failed[rank].effect)
-            return rank_error(rank, failed[rank], self._logs(rank))
         if self.overdue or any(outcome.reason == TIME_LIMIT for outcome in stopped.values()):
-            slowest = slowest_rank(stopped, len(self.hosts))
+            # A rank that is ended may lose its peers first.
+            slowest = slowest_rank(self.outcomes, len(self.hosts))
             return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over{nothing}{self._logs()}")
+        if failed:
+            rank = next(iter(failed))
+            return rank_error(rank, failed[rank], self._logs(rank))
         for rank, outcome in stopped.items():
             if outcome.reason:
                 return RecordError(f"rank {rank} was stopped by {outcome.reason} in {outcome.where}{nothing}")
