@@ -233,8 +233,11 @@ def _wait_until_done(
     Raises `_RanksFailed` after it has noted the exit codes or the expired time limit in ``failed``.
     """
 
-    def statuses() -> dict[int, int]:
-        return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
+    def ended_early() -> dict[int, int]:
+        codes = {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
+        done = [rank for rank, outcome in _outcomes(readers, codes).items() if outcome.kind == "done"]
+        # User code may end a rank with exit code 0 before it is done.
+        return {rank: code for rank, code in codes.items() if code or rank not in done}
 
     phase, begin = None, time.monotonic()
     failed.limit_s = task.limit_of(None) or 0.0
@@ -243,18 +246,13 @@ def _wait_until_done(
         current = (readers[0].last("start") or {}).get("start")
         if current != phase and (limit_s := task.limit_of(current)) is not None:
             failed.limit_s, begin = limit_s, time.monotonic()
-        phase, ended = current, statuses()
-        if any(ended.values()):
+        phase = current
+        if ended_early():
             time.sleep(_SETTLE_S)
-            failed.statuses = statuses()
+            failed.statuses = ended_early()
             raise _RanksFailed
-        if len(ended) == len(ranks):
+        if all(process.returncode == 0 for process in ranks):
             readers[0].relay(reporter)
-            done = [rank for rank, outcome in _outcomes(readers, ended).items() if outcome.kind == "done"]
-            # User code may have ended a rank with exit code 0 before it was done.
-            failed.statuses = {rank: code for rank, code in ended.items() if rank not in done}
-            if failed.statuses:
-                raise _RanksFailed
             return
         failed.overdue = time.monotonic() > begin + failed.limit_s
         if failed.overdue:

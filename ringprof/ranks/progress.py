@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,32 +108,29 @@ class ProgressLogReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = self._relayed = 0
         self.entries: list[JsonObject] = []
 
-    def read(self) -> list[JsonObject]:
-        """Return the entries added since the last call; an incomplete line waits for its rest."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        new_entries = [json.loads(line) for line in complete.splitlines()]
-        self.entries.extend(new_entries)
-        return new_entries
+    def read(self) -> None:
+        """Read the entries added since the last call; an incomplete line waits for its rest."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]
+            self._offset += len(complete)
+            self.entries.extend(json.loads(line) for line in complete.splitlines())
 
     def relay(self, reporter: Reporter) -> None:
-        """Read the new entries and forward them to a reporter."""
-        for entry in self.read():
+        """Read the new entries and forward to a reporter all that were not forwarded yet."""
+        self.read()
+        for entry in self.entries[self._relayed :]:
             if "say" in entry:
                 reporter.say(entry["say"])
             elif "start" in entry:
                 reporter.start(entry["start"], entry["total"])
             elif "advance" in entry:
                 reporter.advance()
+        self._relayed = len(self.entries)
 
     def last(self, key: str) -> JsonObject | None:
         """Return the newest entry that has ``key``; None if there is none."""

@@ -46,6 +46,18 @@ def test_a_progress_log_is_relayed_as_it_grows(tmp_path: Path) -> None:
     assert log.where() == "warm-up, step 2"
 
 
+def test_an_outcome_is_read_without_losing_progress(tmp_path: Path) -> None:
+    log, reader, reporter = ProgressLog(tmp_path / "d"), ProgressLogReader(tmp_path / "d"), RecordingReporter()
+    log.start("export", 1)
+    log.end(RankOutcome(kind="done"))
+    log.end(RankOutcome(kind="stopped"))
+    entry = reader.outcome()
+    assert entry is not None and entry["outcome"]["kind"] == "done"
+    reader.relay(reporter)
+    reader.relay(reporter)
+    assert reporter.lines == ["export of 1"]
+
+
 def open_logs(tmp_path: Path, count: int) -> tuple[list[ProgressLog], list[ProgressLogReader]]:
     paths = [progress_log_path(tmp_path, rank) for rank in range(count)]
     return [ProgressLog(path) for path in paths], [ProgressLogReader(path) for path in paths]
