@@ -45,7 +45,7 @@ class PositionReporter:
 
     def __init__(self, reporter: Reporter) -> None:
         self.hops: Callable[[], int | None] = lambda: None
-        """Function that returns how many hops this rank has posted in this iteration; None where none are counted."""
+        """Function that returns how many hops this rank has begun in this iteration; None where none are counted."""
         self._reporter = reporter
         self._phase, self._done = "set-up", 0
 

@@ -28,7 +28,7 @@ class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
     """Phase and step that the rank was in."""
     hops: int | None = None
-    """Number of hops that the rank had posted in this iteration; None where hops are not counted."""
+    """Number of hops that the rank had begun in this iteration; None where hops are not counted."""
     reason: str = ""
     """The signal that stopped the rank, or the class name of its error."""
     message: str = ""
@@ -220,7 +220,7 @@ class FailedRun:
             if outcome is None:
                 text = "connection lost" if rank in self.disconnected else "no message"
             else:
-                posted = "" if outcome.hops is None else f", {outcome.hops} hops posted"
+                posted = "" if outcome.hops is None else f", {outcome.hops} hops begun"
                 position = f" in {outcome.where}{posted}" if outcome.where else ""
                 why = f": {outcome.message}" if outcome.message else f" ({outcome.reason})" if outcome.reason else ""
                 text = f"{outcome.kind}{position}{why}"

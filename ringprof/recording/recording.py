@@ -163,14 +163,17 @@ class RankRecording:
         self.reporter.hops = self.hops
 
     def hops(self) -> int | None:
-        """Return the number of hops posted in this iteration so far; None before there is a strategy.
+        """Return the number of hops begun in this iteration so far; None before there is a strategy.
+
+        A rank that waits for the others before it posts a hop has begun it; one that hangs elsewhere has not.
 
         A watchdog may call this from another thread.
         """
         if self.strategy is None:
             return None
         strategies = [self.strategy] if self.dynamic is None else self.dynamic.made
-        return int(sum(count for strategy in strategies for count, _ in strategy.comm.meter.sent.values()))
+        meters = [strategy.comm.meter for strategy in strategies]
+        return int(sum(meter.compares + sum(count for count, _ in meter.sent.values()) for meter in meters))
 
     def record(self) -> Run | None:
         """Record; return the written run on rank 0, None on other ranks."""

@@ -71,12 +71,12 @@ class TorchTransport:
 
         An all-to-all is one call and the same kernel; a batch of a send and a receive is four calls.
         """
-        # Counted before the ranks' hops are compared: a rank that waits for the others is ahead of the one that hangs.
-        ring.meter.add(ring.channel, "send_recv", ring.link, message.size_bytes)
         # A message of a ring of copies, whose tensors may lie apart, can go on here: this rank's peers may have packed.
+        ring.meter.compares = True
         self._check(message.layout, waits=message.buffers[0].is_cpu)
         message = copy_if_in_other_slot(message, None) if message.is_packed else Message.pack(message.tensors)
         arriving = message.empty_like() if into is None else into
+        ring.meter.add(ring.channel, "send_recv", ring.link, message.size_bytes)
         with annotate("send", ring.channel):
             pairs = zip(message.buffers, arriving.buffers, strict=True)
             if message.buffers[0].device.type == self.all_to_all_device:
@@ -145,12 +145,13 @@ class CopyTransport(TorchTransport):
 
     def hop(self, ring: Channel, message: Message, into: Message | None) -> AnyHop:
         """Start a hop, whose message arrives in a slot of this rank."""
-        ring.meter.add(ring.channel, "copy", ring.link, message.size_bytes)
+        ring.meter.compares = True
         if self._check(message.layout, waits=message.buffers[0].is_cpu) and self._copies.grows_for(message.layout):
             # The members make larger slots together: one that does not need them would leave the others waiting.
             self._wait_for_equal()
         message = copy_if_in_other_slot(message, self._copies)
         assert into is None, "copy engines write where they may, not where they are told"
+        ring.meter.add(ring.channel, "copy", ring.link, message.size_bytes)
         with annotate("send", self._copied_to):
             # The hop gets its own message: a tour clears the caller's, which another ring may still be sending.
             return self._copies.post(message.with_buffers(list(message.buffers)))

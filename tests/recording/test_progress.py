@@ -6,14 +6,20 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from ringprof.errors import Interrupted, RecordError, UnsupportedWorkloadError, VerificationError
 from ringprof.ranks.launch import _outcomes
-from ringprof.ranks.progress import ProgressLog, ProgressLogReader, progress_log_path
+from ringprof.ranks.launcher import RankInfo
+from ringprof.ranks.progress import PositionReporter, ProgressLog, ProgressLogReader, SilentReporter, progress_log_path
 from ringprof.ranks.rank_errors import FailedRun, RankOutcome, is_consequence, stopped_outcome
 from ringprof.ranks.watchdog import INTERRUPT
+from ringprof.recording.recording import RankRecording
+from ringprof.strategies.transport.ring_channel import Meter
 
 
 class RecordingReporter:
@@ -178,3 +184,18 @@ def test_rank_interrupted_alone_interrupts_the_run(tmp_path: Path) -> None:
     written, readers = open_logs(tmp_path, 2)
     written[0].end(stopped_outcome(written[0], INTERRUPT))
     assert isinstance(cause({0: 130}, readers, tmp_path), Interrupted)
+
+
+def test_rank_that_waits_to_post_a_hop_is_ahead_of_the_one_that_hangs() -> None:
+    meter = Meter()
+    task: Any = None
+    recording = RankRecording(task, RankInfo(0, 2, 0, 2), torch.device("cpu"), PositionReporter(SilentReporter()))
+    assert recording.hops() is None
+    recording.strategy = SimpleNamespace(comm=SimpleNamespace(meter=meter))
+    counts = [recording.hops()]
+    for _ in range(2):
+        meter.compares = True
+        counts.append(recording.hops())
+        meter.add("kv", "send_recv", "same_host", 8)
+        counts.append(recording.hops())
+    assert counts == [0, 1, 1, 2, 2]
