@@ -26,7 +26,7 @@ def run(program: str, folder: Path) -> int:
     [
         ("", 0),
         ("raise ValueError", 1),
-        ("from ringprof.recording.as_rank import _exit_now; _exit_now(3)", 3),
+        ("from ringprof.recording.shutdown import _exit_now; _exit_now(3)", 3),
     ],
 )
 def test_scratch_folder_is_removed_with_its_process(tmp_path: Path, end: str, code: int) -> None:

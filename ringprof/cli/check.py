@@ -15,11 +15,9 @@ from ringprof.cli.values import Tokens, refuse_missing_module
 from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
-from ringprof.proof.launch import CheckJob
+from ringprof.proof.launch import run_check
 from ringprof.proof.model_result import ModelCheck, ModelRequest
 from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
-from ringprof.ranks.launch import current_launcher
-from ringprof.ranks.progress import SilentReporter
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 
 _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
@@ -93,8 +91,7 @@ def _check(request: CheckRequest | ModelRequest, form: str) -> int:
 
     def work(rank: int) -> int:
         with show_progress("checking") if rank == 0 else nullcontext():
-            result = current_launcher().run(CheckJob(request), SilentReporter())
-        assert result is not None, "all ranks have a check's result"
+            result = run_check(request)
         return _print_result(result, form) if rank == 0 else int(not result.equal)
 
     return run_on_ranks(work, lambda error, rank: f"rank {rank} " in str(error))

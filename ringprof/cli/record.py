@@ -34,7 +34,6 @@ from ringprof.errors import RecordError
 from ringprof.recording import RecordRequest, record
 from ringprof.report.text import duration, rate, shell_words
 from ringprof.run import Run
-from ringprof.trace.reduced import reduce_file
 
 
 @click.command("record", cls=Command)
@@ -85,7 +84,7 @@ def command(**options: Any) -> int:
 
     def work(rank: int) -> int:
         with reporter() as progress:
-            run = record(request, progress, reduce_file)
+            run = record(request, progress)
             if run is not None:
                 click.echo(headline(run))
                 click.echo(f"next: ringprof report {shell_words([request.output])}")

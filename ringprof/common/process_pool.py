@@ -39,21 +39,21 @@ def cpu_count() -> int:
 def spawn_command(what: str, *arguments: str) -> list[str]:
     """Build the command line of a ringprof process that imports nothing from the current folder.
 
-    ``what`` is ``record``, ``check`` or ``helper`` (see `ringprof.entry_points.spawn`). The process gets the import
-    paths of this one, without the current folder.
+    ``what`` is ``record``, ``check`` or ``helper`` (see `ringprof.spawn`). The process gets the import paths of this
+    one, without the current folder.
     """
     try:
         current = os.getcwd()
     except OSError:
         current = ""  # the folder was deleted, so nothing can be imported from it
     paths = [path for path in sys.path if path and os.path.realpath(path) != current]
-    script = str(Path(__file__).absolute().parents[1] / "entry_points" / "spawn.py")
-    return [sys.executable, "-u", script, json.dumps(paths), what, *arguments]
+    script = str(Path(__file__).absolute().parents[1] / "spawn.py")
+    return [sys.executable, "-P", "-u", script, json.dumps(paths), what, *arguments]
 
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread and in the processes that it starts, which `ringprof.entry_points.spawn` unblocks.
+    """Block SIGINT in this thread and in the processes that it starts, which `ringprof.spawn` unblocks.
 
     Otherwise Python would answer SIGINT with a traceback until the first line of such a process runs.
     """

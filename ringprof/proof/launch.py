@@ -1,10 +1,9 @@
-"""Job of ``ringprof check module:function``, for ranks that ringprof starts and for those of torchrun and srun."""
+"""Check of ``ringprof check module:function``, on ranks that ringprof starts and on those of torchrun and srun."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +14,8 @@ from ringprof.common.json_object import from_json, to_json
 from ringprof.errors import UsageError
 from ringprof.proof.model_result import ModelCheck, ModelRequest
 from ringprof.proof.result import Check, CheckRequest
-from ringprof.ranks.launcher import RankInfo
-from ringprof.ranks.progress import Reporter
+from ringprof.ranks.launcher import RankInfo, this_rank
+from ringprof.ranks.progress import PositionReporter, Reporter, SilentReporter
 
 START_S = 120.0
 """Time limit of everything before the first call: imports and the process group."""
@@ -31,8 +30,6 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
 
     job: ClassVar[str] = "check"
     request: CheckRequest | ModelRequest
-    scratch: str
-    """Folder in which rank 0 leaves the result."""
 
     def limit_of(self, phase: str | None) -> float | None:
         """Return the time limit of a phase in seconds; None stands for the start, before the first phase."""
@@ -40,45 +37,41 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
             return START_S
         return (0 if phase.startswith("call ") else JUDGE_S) + self.request.time_limit + _GRACE_S
 
-    def run(self, rank_info: RankInfo, reporter: Reporter) -> None:
+    def run(self, rank_info: RankInfo, position: PositionReporter, scratch: Path) -> None:
         """Run the check as one rank; rank 0 writes the result to the scratch folder, where the parent reads it."""
-        check = _check_as_rank(self.request, rank_info, reporter)
+        check = _check_as_rank(self.request, rank_info, position)
         if rank_info.rank == 0:
-            self._result_file().write_bytes(to_json(check))
+            (scratch / "check.json").write_bytes(to_json(check))
 
-    def result(self) -> Check | ModelCheck:
+    def result(self, scratch: Path) -> Check | ModelCheck:
         """Read the result that rank 0 has written."""
         kind: type[Check | ModelCheck] = Check if isinstance(self.request, CheckRequest) else ModelCheck
-        return from_json(self._result_file().read_bytes(), kind)
+        return from_json((scratch / "check.json").read_bytes(), kind)
 
     def discard(self) -> None:
         """Remove nothing: a check writes only to the scratch folder."""
 
-    def _result_file(self) -> Path:
-        return Path(self.scratch, "check.json")
 
+def run_check(request: CheckRequest | ModelRequest) -> Check | ModelCheck:
+    """Check on ranks that this process starts, or as one rank if torchrun or srun started this process.
 
-@dataclass(frozen=True)
-class CheckJob:
-    """Check of an attention or a model, for a `ringprof.ranks.launcher.Launcher`. Only the ranks import its module."""
+    Only the ranks import the module of the function. Raises `UsageError`, and `RecordError` if a rank fails.
+    """
+    rank_info = this_rank()
 
-    request: CheckRequest | ModelRequest
-
-    def prepare(self, reporter: Reporter, scratch: str) -> CheckTask:
-        """Resolve the defaults. Raises `UsageError`."""
-        return CheckTask(request=self._resolved(None), scratch=scratch)
-
-    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:
-        """Run the check as one rank; every rank has the result."""
-        return _check_as_rank(self._resolved(rank_info), rank_info, reporter)
-
-    def _resolved(self, rank_info: RankInfo | None) -> CheckRequest | ModelRequest:
+    def prepare() -> CheckTask:
         from ringprof.iteration.resolve import resolve_device, resolve_world_size
 
-        device = resolve_device(self.request.device)
-        world = resolve_world_size(self.request.world, device, rank_info)
-        _split(self.request.target)
-        return msgspec.structs.replace(self.request, device=device, world=world)
+        device = resolve_device(request.device)
+        world = resolve_world_size(request.world, device, rank_info)
+        _split(request.target)
+        return CheckTask(request=msgspec.structs.replace(request, device=device, world=world))
+
+    if rank_info is not None:
+        return _check_as_rank(prepare().request, rank_info, SilentReporter())
+    from ringprof.ranks.launch import run_local_ranks
+
+    return run_local_ranks(prepare, SilentReporter())
 
 
 def _check_as_rank(request: CheckRequest | ModelRequest, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:

@@ -1,9 +1,4 @@
-"""Launchers of ranks: ringprof starts them on this host, or torchrun or srun has started this process as a rank.
-
-`ringprof.ranks.launch` chooses the implementation. `LocalLauncher` of `ringprof.ranks.local_launcher` starts one
-process per rank, and learns from exit codes and progress logs how each has ended. `ExternalLauncher` of
-`ringprof.recording.as_rank` is one of the ranks.
-"""
+"""Rank as which torchrun, srun or ringprof itself started this process, from its environment variables."""
 
 from __future__ import annotations
 
@@ -11,14 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
 
 from ringprof.common.validation import whole
-from ringprof.errors import UsageError
-from ringprof.ranks.progress import Reporter
-
-Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
+from ringprof.errors import UsageError, require_packages
 
 
 @dataclass(frozen=True)
@@ -73,53 +63,14 @@ def launcher_rank(environment: Mapping[str, str] | None = None) -> RankInfo | No
     return None
 
 
-class LaunchTask(Protocol[Result_co]):
-    """Task of ranks that ringprof starts, sent to them as JSON: `ringprof.recording.task.RankTask` or `CheckTask`."""
+def this_rank() -> RankInfo | None:
+    """Return the rank as which torchrun or srun started this process; None if this process is to start the ranks.
 
-    @property
-    def job(self) -> str:
-        """Kind of task, ``record`` or ``check``, as `ringprof.entry_points.spawn` takes it."""
-
-    @property
-    def request(self) -> Any:
-        """Request whose ``world`` and ``device`` are resolved."""
-
-    def limit_of(self, phase: str | None) -> float | None:
-        """Return the time limit of a phase of rank 0 in seconds; None if the limit that runs already covers it.
-
-        The phase None is the time before rank 0's first phase.
-        """
-
-    def result(self) -> Result_co:
-        """Read the result that rank 0 has written."""
-
-    def discard(self) -> None:
-        """Remove what the ranks have written outside the scratch folder."""
-
-
-class Job(Protocol[Result_co]):
-    """Work of a command on ranks: `ringprof.recording.RecordJob` or `ringprof.proof.launch.CheckJob`."""
-
-    def prepare(self, reporter: Reporter, scratch: str) -> LaunchTask[Result_co]:
-        """Return the task for ranks that this process starts; ``scratch`` is the folder of their logs.
-
-        Raises `UsageError` for a request that no rank could fulfil.
-        """
-
-    def run_as_rank(self, rank_info: RankInfo, reporter: Reporter) -> Result_co | None:
-        """Run as one rank of an external launcher; return the result, or None if only rank 0 has it."""
-
-
-class Launcher(Protocol):
-    """Way in which a command gets its ranks."""
-
-    def run(self, job: Job[Result], reporter: Reporter) -> Result | None:
-        """Run a job on all ranks, and return its result, or None on ranks that have none. Blocks until all have ended.
-
-        ``reporter`` is used only by the process that reports: the one that starts the ranks, or rank 0. Raises errors
-        of the request, and otherwise the error of the rank that caused the failure; `Interrupted` if the user
-        interrupts. No rank survives a failure.
-        """
+    Raises `UsageError` for contradictory variables, and `MissingExtraError` without the packages that ranks need.
+    """
+    rank_info = launcher_rank()
+    require_packages("torch", "psutil")
+    return rank_info
 
 
 def slurm_rendezvous(rank_info: RankInfo, environment: Mapping[str, str] | None = None) -> dict[str, str]:

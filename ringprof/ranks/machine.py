@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from ringprof._version import __version__
+from ringprof.run import Environment
 
 VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "RINGPROF_")
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
@@ -36,6 +37,13 @@ def device_name(device: torch.device) -> str:
         lines = []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return model or platform.machine() or "CPU"
+
+
+def environment_of(device: torch.device, devices: Sequence[str]) -> Environment:
+    """Describe the environment of a run from one of its ``device``s; ``devices`` are the names of all of them."""
+    return Environment(
+        devices=list(devices), driver=driver_version(device), versions=versions(device), variables=variables()
+    )
 
 
 def driver_version(device: torch.device) -> str | None:

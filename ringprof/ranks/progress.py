@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class PositionReporter:
 
     def __init__(self, reporter: Reporter) -> None:
         self.hops: Callable[[], int | None] = lambda: None
-        """Function that returns how many hops this rank has posted in this iteration; None where none are counted."""
+        """Function that returns how many hops this rank has begun in this iteration; None where none are counted."""
         self._reporter = reporter
         self._phase, self._done = "set-up", 0
 
@@ -62,6 +63,16 @@ class PositionReporter:
     def where(self) -> str:
         """Return the current phase and the step within it, such as ``warm-up, step 2``."""
         return f"{self._phase}, step {self._done + 1}"
+
+
+def log_path(scratch: Path, rank: int) -> Path:
+    """Return the path of the file that holds a rank's output."""
+    return scratch / f"rank{rank}.log"
+
+
+def progress_log_path(scratch: Path, rank: int) -> Path:
+    """Return the path of a rank's progress log."""
+    return scratch / f"rank{rank}.jsonl"
 
 
 class ProgressLog(PositionReporter):
@@ -83,9 +94,8 @@ class ProgressLog(PositionReporter):
         self._write(advance=1)
 
     def end(self, outcome: msgspec.Struct) -> None:
-        """Log how the run ends on this rank, a `RankOutcome` of `ringprof.ranks.rank_errors`, by its kind."""
-        values = msgspec.to_builtins(outcome)
-        self._write(**{values["kind"]: values})
+        """Log how the run ends on this rank, a `RankOutcome` of `ringprof.ranks.rank_errors`."""
+        self._write(outcome=msgspec.to_builtins(outcome))
 
     def _write(self, **entry: Any) -> None:
         # The file is opened for each line: a rank may be killed at any moment, and must not lose lines.
@@ -98,33 +108,35 @@ class ProgressLogReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = self._relayed = 0
         self.entries: list[JsonObject] = []
 
-    def read(self) -> list[JsonObject]:
-        """Return the entries added since the last call; an incomplete line waits for its rest."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        new_entries = [json.loads(line) for line in complete.splitlines()]
-        self.entries.extend(new_entries)
-        return new_entries
+    def read(self) -> None:
+        """Read the entries added since the last call; an incomplete line waits for its rest."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]
+            self._offset += len(complete)
+            self.entries.extend(json.loads(line) for line in complete.splitlines())
 
     def relay(self, reporter: Reporter) -> None:
-        """Read the new entries and forward them to a reporter."""
-        for entry in self.read():
+        """Read the new entries and forward to a reporter all that were not forwarded yet."""
+        self.read()
+        for entry in self.entries[self._relayed :]:
             if "say" in entry:
                 reporter.say(entry["say"])
             elif "start" in entry:
                 reporter.start(entry["start"], entry["total"])
             elif "advance" in entry:
                 reporter.advance()
+        self._relayed = len(self.entries)
 
     def last(self, key: str) -> JsonObject | None:
         """Return the newest entry that has ``key``; None if there is none."""
         return next((entry for entry in reversed(self.entries) if key in entry), None)
+
+    def outcome(self) -> JsonObject | None:
+        """Read the new entries; return the entry of the rank's first outcome, None if there is none."""
+        self.read()
+        return next((entry for entry in self.entries if "outcome" in entry), None)

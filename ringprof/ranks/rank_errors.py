@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import traceback
 from collections import Counter
@@ -15,7 +16,7 @@ import torch
 
 from ringprof import errors
 from ringprof.errors import Interrupted, OutOfMemory, RecordError, RingprofError
-from ringprof.ranks.progress import PositionReporter
+from ringprof.ranks.progress import PositionReporter, log_path
 from ringprof.ranks.watchdog import INTERRUPT, TIME_LIMIT
 
 
@@ -27,7 +28,7 @@ class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
     """Phase and step that the rank was in."""
     hops: int | None = None
-    """Number of hops that the rank had posted in this iteration; None where hops are not counted."""
+    """Number of hops that the rank had begun in this iteration; None where hops are not counted."""
     reason: str = ""
     """The signal that stopped the rank, or the class name of its error."""
     message: str = ""
@@ -98,7 +99,7 @@ def rank_error(rank: int, outcome: RankOutcome, log: str = "") -> RingprofError:
     return RecordError(f"rank {rank} failed: {outcome.message}{log}")
 
 
-_OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError", "PeerLost", "RankRaised")
 
 
 def is_consequence(kind: str, message: str) -> bool:
@@ -110,31 +111,36 @@ def is_consequence(kind: str, message: str) -> bool:
     )
 
 
-def slowest_rank(stopped: Mapping[int, RankOutcome], world: int) -> str:
-    """Describe the rank that the others waited for: one that sent no outcome, else the one with the fewest hops.
+def slowest_rank(outcomes: Mapping[int, RankOutcome], world: int) -> str:
+    """Describe the rank that the others waited for: one that sent no outcome, else those with the fewest hops.
 
-    If hops are not counted, it is the smallest group of ranks that share a position. ``stopped`` maps each rank to its
-    outcome when it was stopped.
+    If hops are not counted, it is the smallest group of ranks that share a position. ``outcomes`` maps each rank to its
+    outcome when it was ended.
     """
-    silent = [rank for rank in range(world) if rank not in stopped]
+    silent = [rank for rank in range(world) if rank not in outcomes]
     if silent:
         return f"rank {silent[0]} hung and did not answer"
-    if all(outcome.hops is None for outcome in stopped.values()):
-        positions = Counter(outcome.where for outcome in stopped.values())
+    if all(outcome.hops is None for outcome in outcomes.values()):
+        positions = Counter(outcome.where for outcome in outcomes.values())
         where, count = min(positions.items(), key=lambda item: item[1])
         if len(positions) == 1 and count > 1:
             return f"all {count} ranks hung in {where},"
-        ranks = [str(rank) for rank, outcome in stopped.items() if outcome.where == where]
+        ranks = [str(rank) for rank, outcome in outcomes.items() if outcome.where == where]
         return f"rank {', '.join(ranks)} hung in {where},"
-    rank = min(stopped, key=lambda rank: -1 if (hops := stopped[rank].hops) is None else hops)
-    where, hops = stopped[rank].where, stopped[rank].hops
+    first = min(outcomes, key=lambda rank: -1 if (hops := outcomes[rank].hops) is None else hops)
+    where, hops = outcomes[first].where, outcomes[first].hops
+    ranks = [str(rank) for rank in sorted(outcomes) if (outcomes[rank].where, outcomes[rank].hops) == (where, hops)]
+    named = f"all {world} ranks" if len(ranks) == world > 1 else f"rank {', '.join(ranks)}"
     posted = "" if hops is None else f", after {hops} hop{'' if hops == 1 else 's'}: hop {hops + 1} was not posted"
-    return f"rank {rank} hung in {where}{posted},"
+    return f"{named} hung in {where}{posted},"
 
 
 @dataclass
 class FailedRun:
-    """A failed run under an external launcher: the ranks' outcomes, and the ranks that disconnected."""
+    """A failed run: the ranks' outcomes, and how ranks ended that sent none.
+
+    Rank 0 of an external launcher sees that a rank has disconnected, the parent of local ranks sees their exit codes.
+    """
 
     hosts: Sequence[str]
     """Host of each rank."""
@@ -145,34 +151,66 @@ class FailedRun:
     limit_s: float = 0.0
     """Time limit of the run."""
     overdue: bool = False
-    """Whether rank 0 let the time limit pass without ending the run."""
+    """Whether the time limit has passed: that of a local run, or one that rank 0 let pass."""
+    statuses: Mapping[int, int] = field(default_factory=dict)
+    """Exit codes of the local ranks that ended by themselves before all had succeeded; negative for signals."""
+    interrupted: bool = False
+    """Whether the user interrupted the parent of local ranks."""
+    logs: Path | None = None
+    """Folder of the local ranks' logs."""
+    records: bool = True
+    """Whether the run was to be recorded; a check is not."""
 
     def cause(self) -> RingprofError:
         """Return the error to end with, from the most likely cause.
 
-        The order is: an interrupt by the user, a rank that disconnected, a rank that failed by itself, a rank that
-        failed because it lost a peer, the time limit, a rank that the launcher stopped.
+        The order is: an interrupt by the user, a rank that was killed or disconnected, a rank that failed by itself, a
+        rank that ended without an error, the time limit, a rank that failed because it lost a peer, a rank that the
+        launcher stopped.
         """
         failed = {rank: outcome for rank, outcome in self.outcomes.items() if outcome.kind == "failed"}
         stopped = {rank: outcome for rank, outcome in self.outcomes.items() if outcome.kind == "stopped"}
-        interrupted = [outcome for outcome in stopped.values() if outcome.reason == INTERRUPT]
-        if interrupted:
-            return Interrupted(f"interrupted during {interrupted[0].where}; nothing was recorded")
+        position = next((outcome.where for outcome in self.outcomes.values() if outcome.where), "")
+        nothing = "; nothing was recorded" if self.records else ""
+        if self.interrupted or any(outcome.reason == INTERRUPT for outcome in stopped.values()):
+            during = f" during {position}" if position else ""
+            return Interrupted(f"interrupted{during}{nothing}{self._logs()}")
+        for rank, status in self.statuses.items():
+            if status < 0:
+                name = signal.Signals(-status).name
+                hint = " (often the system's answer to memory running out)" if name == "SIGKILL" else ""
+                return RecordError(f"rank {rank} was killed by {name}{hint}{nothing}{self._logs(rank)}")
         if self.disconnected:
-            position = next((outcome.where for outcome in self.outcomes.values() if outcome.where), "")
             others = f", while the others were in {position}" if position else ""
-            return RecordError(f"{self._describe_disconnected()}{others}; nothing was recorded")
-        if failed:
-            rank = min(failed, key=lambda rank: failed[rank].effect)
-            return rank_error(rank, failed[rank])
+            return RecordError(f"{self._describe_disconnected()}{others}{nothing}")
+        own = next((rank for rank, outcome in failed.items() if not outcome.effect), None)
+        if own is not None:
+            return rank_error(own, failed[own], self._logs(own))
+        # All errors are consequences: the cause is a rank that ended without an error, whatever its exit code.
+        silent = [rank for rank in self.statuses if rank not in failed]
+        if silent:
+            rank = max(silent, key=lambda rank: self.statuses[rank] != 0)
+            how = f"exited with code {self.statuses[rank]} and printed no error"
+            if rank in stopped:
+                how = f"was stopped by {stopped[rank].reason} in {stopped[rank].where}"
+            return RecordError(f"rank {rank} {how}{nothing}{self._logs(rank)}")
         if self.overdue or any(outcome.reason == TIME_LIMIT for outcome in stopped.values()):
-            slowest = slowest_rank(stopped, len(self.hosts))
-            return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over; nothing was recorded")
+            # A rank that is ended may lose its peers first.
+            slowest = slowest_rank(self.outcomes, len(self.hosts))
+            return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over{nothing}{self._logs()}")
+        if failed:
+            rank = next(iter(failed))
+            return rank_error(rank, failed[rank], self._logs(rank))
         for rank, outcome in stopped.items():
             if outcome.reason:
-                stopped_rank = f"rank {rank} was stopped by {outcome.reason} in {outcome.where}"
-                return RecordError(f"{stopped_rank}; nothing was recorded")
-        return RecordError("a rank exited without an error; nothing was recorded")
+                return RecordError(f"rank {rank} was stopped by {outcome.reason} in {outcome.where}{nothing}")
+        return RecordError(f"a rank exited without an error{nothing}")
+
+    def _logs(self, rank: int | None = None) -> str:
+        """Return the end of a message that names the log of a local rank, by default the folder of all logs."""
+        if self.logs is None:
+            return ""
+        return f"; logs kept in {self.logs}" if rank is None else f"; log: {log_path(self.logs, rank)}"
 
     def log(self, command: Sequence[str]) -> str:
         """Return the text of the log: the command, the cause, and every rank's outcome with its traceback."""
@@ -182,7 +220,7 @@ class FailedRun:
             if outcome is None:
                 text = "connection lost" if rank in self.disconnected else "no message"
             else:
-                posted = "" if outcome.hops is None else f", {outcome.hops} hops posted"
+                posted = "" if outcome.hops is None else f", {outcome.hops} hops begun"
                 position = f" in {outcome.where}{posted}" if outcome.where else ""
                 why = f": {outcome.message}" if outcome.message else f" ({outcome.reason})" if outcome.reason else ""
                 text = f"{outcome.kind}{position}{why}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -25,20 +24,16 @@ from ringprof.ranks.heartbeat import LOOPBACK
 from ringprof.ranks.launcher import RankInfo
 from ringprof.ranks.machine import RankHost, distinct_host_names, host_name, host_numbers
 from ringprof.ranks.process_group import gather_bytes, world_group
-from ringprof.ranks.progress import PositionReporter, Reporter
+from ringprof.ranks.progress import PositionReporter, Reporter, SilentReporter
 from ringprof.ranks.rank_errors import error_line
 from ringprof.ranks.watchdog import INTERRUPT, Watchdog
-from ringprof.recording.recording import RankRecording, Reduce
+from ringprof.recording.recording import RankRecording, RankTask
 from ringprof.recording.shutdown import BACKUP_S, FirstRankShutdown, OtherRankShutdown, ReportedElsewhere
-from ringprof.recording.task import RankTask
 from ringprof.run import Run, read_run
 from ringprof.strategies.transport.hosts import Hosts
 
 SETUP_LIMIT_S = 600.0
 """Time limit in seconds of the process group's first collectives, before the estimate sets the run's own limit."""
-
-Prepare = Callable[[Reporter, RankInfo], RankTask]
-"""Resolves and estimates a recording on rank 0; raises a `RingprofError` that refuses it."""
 
 
 class _TaskMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +46,11 @@ class _TaskMessage(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-def record_as_rank(
-    request: RecordRequest, prepare: Prepare, reduce: Reduce | None, rank_info: RankInfo, reporter: Reporter
-) -> Run | None:
+def record_as_rank(request: RecordRequest, rank_info: RankInfo, reporter: Reporter) -> Run | None:
     """Record as the rank ``rank_info``; return the run on rank 0 and None on other ranks.
 
-    Only rank 0 calls ``prepare``, which estimates, and writes ``run.json``. ``reduce`` writes the reduced form of this
-    rank's trace. Raises an error of rank 0 before the recording (`UsageError` and
-    others) on every rank.
+    Only rank 0 estimates, reports and writes ``run.json``. Raises an error of rank 0 before the recording
+    (`UsageError` and others) on every rank.
     """
 
     def exit_before_run(reason: str, code: int) -> None:
@@ -67,13 +59,14 @@ def record_as_rank(
             sys.stderr.write("ringprof: interrupted before all ranks were there; nothing was recorded\n")
         os._exit(code)
 
+    position = PositionReporter(reporter if rank_info.rank == 0 else SilentReporter())
     resolved = resolve(request, rank_info)
     # A rank that waits in a collective for missing ranks notices signals and its launcher's end only by the watchdog.
     watchdog = Watchdog(exit_before_run, rank_info.parent)
     watchdog.start()
     try:
         with world_group(rank_info, resolved.device, SETUP_LIMIT_S) as device:
-            run = _record(prepare, reduce, rank_info, PositionReporter(reporter), device, watchdog)
+            run = _record(request, rank_info, position, device, watchdog)
     except RuntimeError as error:
         # Before the heartbeats start, a lost rank, perhaps rank 0, shows only as an error of torch.distributed.
         raise RecordError(f"rank {rank_info.rank} cannot reach the other ranks: {error_line(error)}") from error
@@ -83,8 +76,7 @@ def record_as_rank(
 
 
 def _record(
-    prepare: Prepare, reduce: Reduce | None, rank_info: RankInfo, position: PositionReporter, device: torch.device,
-    watchdog: Watchdog,
+    request: RecordRequest, rank_info: RankInfo, position: PositionReporter, device: torch.device, watchdog: Watchdog
 ) -> Run | None:  # fmt: skip
     """Share the task with the other ranks and record it.
 
@@ -103,7 +95,7 @@ def _record(
     shutdown: FirstRankShutdown | OtherRankShutdown | None = None
     if rank == 0:
         try:
-            task = prepare(position, rank_info)
+            task = RankTask.prepare(request, position, rank_info)
             shutdown = FirstRankShutdown(task, rank, hosts, position, siblings)
             own_message = _TaskMessage(task=task, port=shutdown.server.port, token=shutdown.server.token)
         except RingprofError as error:
@@ -132,13 +124,12 @@ def _record(
         advice = "" if one_host else "; check that the hosts accept each other's TCP connections on any port"
         raise (RecordError if rank == 0 else ReportedElsewhere)(f"{problems[0]}{advice}")
 
-    recording = RankRecording(message.task, rank_info, position, hosts=hosts, reduce=reduce)
-    position.hops = recording.hops
+    recording = RankRecording(message.task, rank_info, device, position, hosts)
     if isinstance(shutdown, FirstRankShutdown):
         recording.before_publish = shutdown.seal
     watchdog.hand_over(shutdown.stopped, message.task.time_limit, 0 if rank == 0 else BACKUP_S)
     try:
-        run = recording.record(device)
+        run = recording.record()
         shutdown.done()
         return run
     except Exception as error:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -19,7 +19,7 @@ from ringprof.iteration.dynamic_cp import DynamicCpShard
 from ringprof.iteration.layer import LayersShard
 from ringprof.iteration.recurrence import RecurrenceShard
 from ringprof.iteration.request import RecordRequest
-from ringprof.iteration.resolve import layout_options, load_any_strategy, strategy_errors
+from ringprof.iteration.resolve import layout_options, load_any_strategy, ranks_per_host, resolve, strategy_errors
 from ringprof.iteration.shard import Measurement, WorkloadShard, counted_work
 from ringprof.proof.verify import verify
 from ringprof.proof.verify_recurrence import (
@@ -32,19 +32,18 @@ from ringprof.proof.verify_recurrence import (
 from ringprof.proof.verify_steps import verify_steps, verify_timed_steps
 from ringprof.proof.verify_timed import verify_timed
 from ringprof.ranks.launcher import RankInfo
-from ringprof.ranks.machine import device_name, driver_version, host_name, host_numbers, variables, versions
+from ringprof.ranks.machine import device_name, environment_of, host_name, host_numbers
 from ringprof.ranks.process_group import gather_bytes, gather_tensor, world_group
-from ringprof.ranks.progress import Reporter
+from ringprof.ranks.progress import PositionReporter, Reporter
+from ringprof.recording.estimate import describe, estimate_of, raise_if_too_large
 from ringprof.recording.measure import measure, profile_iterations
 from ringprof.recording.remote_traces import TraceFile, gather_traces
-from ringprof.recording.run_folder import publish, reduced_name, trace_name
-from ringprof.recording.task import RankTask
+from ringprof.recording.run_folder import StagingFolder, discard, publish, reduced_name, stage, trace_name
 from ringprof.recording.telemetry import device_links
 from ringprof.run import (
     Baselines,
     DeviceLinks,
     DeviceState,
-    Environment,
     Profiled,
     RankTrace,
     Run,
@@ -53,15 +52,67 @@ from ringprof.run import (
     Topology,
     Verification,
     Work,
+    read_run,
 )
 from ringprof.strategies import Dynamic, create, find, for_recurrences, names
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.recurrent.state_strategies import RecurrentStrategy
 from ringprof.strategies.transport.communicator import Communicator
+from ringprof.trace.reduced import reduce_file
 from ringprof.workload.workload import Workload
 
-Reduce = Callable[[Path, Path], bool]
-"""Function that writes the reduced form of a trace (first path) to the second path, and returns whether it could."""
+
+class RankTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Task of the ranks of a recording: a resolved request, and the folder that the ranks write to."""
+
+    job: ClassVar[str] = "record"
+    request: RecordRequest
+    staging: StagingFolder
+    time_limit: float
+    """Time limit of the whole recording, in seconds."""
+
+    @classmethod
+    def prepare(cls, request: RecordRequest, reporter: Reporter, rank_info: RankInfo | None = None) -> RankTask:
+        """Resolve the request, report the plan, refuse a run that is too large, and create its staging folder.
+
+        ``rank_info`` is the rank as which a launcher started this process, if any. Raises `UsageError`.
+        """
+        request = resolve(request, rank_info)
+        estimate = estimate_of(request, ranks_per_host(request, rank_info))
+        for line in describe(request, estimate):
+            reporter.say(line)
+        raise_if_too_large(request, estimate)
+        output = Path(request.output).absolute()
+        label = f"{request.strategy}-{request.workload.kv_length or request.workload.seq}"
+        return cls(
+            request=msgspec.structs.replace(request, output=str(output)),
+            staging=stage(output, label, request.world or 1),
+            time_limit=request.time_limit or estimate.time_limit,
+        )
+
+    def limit_of(self, phase: str | None) -> float | None:
+        """Return the time limit in seconds for the phase None, before the first, and None for later ones.
+
+        A recording has a single limit, which starts with the ranks.
+        """
+        return self.time_limit if phase is None else None
+
+    def run(self, rank_info: RankInfo, position: PositionReporter, _: Path) -> None:
+        """Record as one rank that ringprof started, in a process group that this method opens."""
+        if self.request.hops != "nccl":
+            # CUDA reads this when it starts: with few hardware queues, streams that wait would block others.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # The run's time limit ends a rank that hangs; the timeout of the group must not come first.
+        with world_group(rank_info, self.request.device, self.time_limit + 60) as device:
+            RankRecording(self, rank_info, device, position).record()
+
+    def result(self, _: Path) -> Run:
+        """Read the run that rank 0 has published."""
+        return read_run(self.request.output)
+
+    def discard(self) -> None:
+        """Remove the half-written run."""
+        discard(self.staging.path)
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,16 +141,17 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class RankRecording:
-    """Recording of one rank."""
+    """Recording of one rank, in a process group that exists."""
 
     task: RankTask
     rank_info: RankInfo
-    reporter: Reporter
+    device: torch.device
+    reporter: PositionReporter
+    """Receiver of the progress; it also learns the number of hops."""
     hosts: list[str] | None = None
     """Host name of every rank under an external launcher; None: all ranks are on this host."""
     before_publish: Callable[[], None] = lambda: None
     """Function that rank 0 calls before it publishes the run."""
-    reduce: Reduce | None = None
     strategy: Any = None
     """Strategy of this rank; None until it is created. With dynamic CP, that of the first step."""
     recurrent: Any = None
@@ -107,50 +159,44 @@ class RankRecording:
     dynamic: Any = None
     """Strategies of all sizes, a `Dynamic`, if the number of ranks per sequence changes; else None."""
 
+    def __post_init__(self) -> None:
+        self.reporter.hops = self.hops
+
     def hops(self) -> int | None:
-        """Return the number of hops posted in this iteration so far; None before there is a strategy.
+        """Return the number of hops begun in this iteration so far; None before there is a strategy.
+
+        A rank that waits for the others before it posts a hop has begun it; one that hangs elsewhere has not.
 
         A watchdog may call this from another thread.
         """
         if self.strategy is None:
             return None
         strategies = [self.strategy] if self.dynamic is None else self.dynamic.made
-        return int(sum(count for strategy in strategies for count, _ in strategy.comm.meter.sent.values()))
+        meters = [strategy.comm.meter for strategy in strategies]
+        return int(sum(meter.compares + sum(count for count, _ in meter.sent.values()) for meter in meters))
 
-    def run(self) -> Run | None:
-        """Record in a process group that this method opens; return the written run on rank 0, None on other ranks."""
-        request = self.task.request
-        if request.hops != "nccl":
-            # CUDA reads this when it starts: with few hardware queues, streams that wait would block others.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        # The run's time limit ends a rank that hangs; the timeout of the group must not come first.
-        with world_group(self.rank_info, request.device, self.task.time_limit + 60) as device:
-            return self.record(device)
-
-    def record(self, device: torch.device) -> Run | None:
-        """Record in the existing process group; return the written run on rank 0, None on other ranks."""
-        staging = Path(self.task.staging)
-        trace = TraceFile(staging, self.task.token, self.rank_info.rank)
+    def record(self) -> Run | None:
+        """Record; return the written run on rank 0, None on other ranks."""
+        staging = self.task.staging.path
+        trace = TraceFile(staging, self.task.staging.token, self.rank_info.rank)
         try:
-            results, verification, kernel = self._results(trace, device)
-            gather_trace_files(results, trace, staging, device)
+            results, verification, kernel = self._results(trace)
+            gather_trace_files(results, trace, staging, self.device)
         finally:
             trace.discard()
         if self.rank_info.rank != 0:
             return None
         self.before_publish()
-        run = self._run(results, verification, kernel, device)
+        run = self._run(results, verification, kernel)
         publish(staging, run, Path(self.task.request.output))
         return run
 
-    def _results(
-        self, trace: TraceFile, device: torch.device
-    ) -> tuple[list[RankResult], Verification | None, str | None]:
+    def _results(self, trace: TraceFile) -> tuple[list[RankResult], Verification | None, str | None]:
         """Verify, time and profile; return every rank's result, the verification, and the kernel's name.
 
         The kernel's name is None if the strategy computes with kernels of its own.
         """
-        request = self.task.request
+        request, device = self.task.request, self.device
         with strategy_errors():
             # The class is loaded first, so that the user's own modules are found.
             strategy_class: Any = load_any_strategy(request.strategy)
@@ -167,25 +213,25 @@ class RankRecording:
                 if (layer := request.workload.layer) and layer.recurrent_strategy:
                     recurrent_class: Any = load_any_strategy(layer.recurrent_strategy)
                     self.recurrent = self._recurrent_strategy(recurrent_class, "auto")
-            verification = self._verify(device)
+            verification = self._verify()
             if verification is not None and request.controls:
                 # The counts of the short verification show this before the long run.
-                computes, sends = self._are_counted(None, device)
+                computes, sends = self._are_counted(None)
                 self._refuse_baselines(computes=computes, sends=sends)
-            shard = self._create_shard(device)
+            shard = self._create_shard()
             assert request.warmup is not None and request.iters is not None
             measured = measure(shard, device, request.warmup, request.iters, self.reporter)
             steps = shard.step_times_ns(request.iters) if isinstance(shard, DynamicCpShard) else None
-            computes, sends = self._are_counted(measured.work, device)
+            computes, sends = self._are_counted(measured.work)
             if request.controls:
                 self._refuse_baselines(computes=computes, sends=sends)
             verification = self._verify_timed(shard, measured, verification)
             # Free these results: the baselines hold tensors of their own.
             measured.last = None
-            baselines = self._measure_baselines(shard, device) if request.controls else None
+            baselines = self._measure_baselines(shard) if request.controls else None
             profiled = profile_iterations(shard, device, request.profile_iters, trace.path, self.reporter)
             kernel = shard.kernel().name if computes else None
-        reduced = self.reduce is not None and self.reduce(trace.path, trace.reduced)
+        reduced = reduce_file(trace.path, trace.reduced)
         # Leave out figures that are incomplete because a rank computes or sends past the counters.
         work = msgspec.structs.replace(
             measured.work, block_flops=measured.work.block_flops if computes else None,
@@ -204,11 +250,9 @@ class RankRecording:
         )  # fmt: skip
         return gather_results(result, device), verification, kernel
 
-    def _run(
-        self, results: list[RankResult], verification: Verification | None, kernel: str | None, device: torch.device
-    ) -> Run:
-        request = self.task.request
-        run = build_run(self.task.name, self.task.created, request.command, results, device)
+    def _run(self, results: list[RankResult], verification: Verification | None, kernel: str | None) -> Run:
+        request, staging = self.task.request, self.task.staging
+        run = build_run(staging.name, staging.created, request.command, results, self.device)
         # With unequal hosts, or hosts whose ranks are not contiguous, this exceeds the number that the strategy uses.
         per_host = request.ranks_per_host or max(Counter(run.topology.hosts).values())
         return msgspec.structs.replace(
@@ -233,8 +277,8 @@ class RankRecording:
         )  # fmt: skip
         return strategy_class(comm, kernel)
 
-    def _create_shard(self, device: torch.device) -> WorkloadShard:
-        request = self.task.request
+    def _create_shard(self) -> WorkloadShard:
+        request, device = self.task.request, self.device
         if request.workload.layer is not None:
             return LayersShard.create(self.strategy, request.workload, device, recurrent=self.recurrent)
         if self.dynamic is not None:
@@ -245,11 +289,11 @@ class RankRecording:
     def _host_numbers(self) -> list[int] | None:
         return None if self.hosts is None else host_numbers(self.hosts)
 
-    def _verify(self, device: torch.device) -> Verification | None:
+    def _verify(self) -> Verification | None:
         if not self.task.request.verify:
             return None
         self.reporter.start("verify", 1)
-        request = self.task.request
+        request, device = self.task.request, self.device
         if self.dynamic is not None:
             verification = verify_steps(self.dynamic, request.workload, request.cp_sizes, device)
         elif request.workload.recurrent:
@@ -285,7 +329,7 @@ class RankRecording:
         self.reporter.advance()
         return verification
 
-    def _are_counted(self, work: Work | None, device: torch.device) -> tuple[bool, bool]:
+    def _are_counted(self, work: Work | None) -> tuple[bool, bool]:
         """Return whether the counters see the strategy's computation, and its communication, on all ranks.
 
         User code may compute and send past the counters. ``work`` is that of one timed iteration, whose FLOPs over all
@@ -294,7 +338,7 @@ class RankRecording:
         """
         counted = work or counted_work([self.strategy])
         counts = [counted.block_flops or 0, int(counted.sent is not None)]
-        counts_by_rank = gather_tensor(torch.tensor(counts, device=device))
+        counts_by_rank = gather_tensor(torch.tensor(counts, device=self.device))
         needed = self.task.request.workload.exact_flops() if work else 1
         return sum(int(rank[0]) for rank in counts_by_rank) >= needed, all(int(rank[1]) for rank in counts_by_rank)
 
@@ -308,13 +352,13 @@ class RankRecording:
         if reason:
             raise UsageError(f"--controls: strategy {name!r} {reason} (record it without --controls)")
 
-    def _measure_baselines(self, shard: WorkloadShard, device: torch.device) -> BaselineTimes:
+    def _measure_baselines(self, shard: WorkloadShard) -> BaselineTimes:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         null_strategy = strategy_without_transport(
             request.strategy, request.kernel, request.ranks_per_host, request.params, self._host_numbers()
         )
-        return measure_baselines(shard, null_strategy, device, request.warmup, request.iters, self.reporter)
+        return measure_baselines(shard, null_strategy, self.device, request.warmup, request.iters, self.reporter)
 
 
 def gather_trace_files(
@@ -361,12 +405,7 @@ def build_run(name: str, created: str, command: list[str], results: list[RankRes
         ),
         strategy=None,
         kernel=None,
-        environment=Environment(
-            devices=[result.device for result in results],
-            driver=driver_version(device),
-            versions=versions(device),
-            variables=variables(),
-        ),
+        environment=environment_of(device, [result.device for result in results]),
         profiled=Profiled(iterations_ns=profiled) if all(profiled) else None,
         peak_memory_bytes=peaks if len(peaks) == len(results) else None,
         device_states=states if any(states) else None,

@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
 
 from ringprof.common.scratch import PARTIAL, lock, remove_abandoned, unlock
 from ringprof.errors import RunFormatError, UsageError
@@ -20,15 +21,22 @@ NEEDED_BYTES_PER_RANK = 4 * 2**20
 """Free disk space per rank that a compressed trace needs, checked before anything is computed."""
 
 
-@dataclass(frozen=True)
-class StagingFolder:
-    """Folder of a run that is being written."""
+class StagingFolder(msgspec.Struct, frozen=True):
+    """Folder of a run that is being written. It is renamed to the run's name when it is complete."""
 
-    path: Path
+    location: str
+    """Path of the folder: JSON has no paths."""
     name: str
+    """Name of the run, and of its folder when it is complete."""
     created: str
+    """Time of creation: UTC, ISO 8601."""
     token: str
     """Token by which other processes recognise this folder."""
+
+    @property
+    def path(self) -> Path:
+        """Path of the folder."""
+        return Path(self.location)
 
 
 def trace_name(rank: int) -> str:
@@ -66,7 +74,7 @@ def stage(output: Path, label: str, ranks: int) -> StagingFolder:
     if free < NEEDED_BYTES_PER_RANK * ranks:
         discard(path)
         raise UsageError(f"{parent}: {free / 2**20:.0f} MiB free, {ranks} ranks' traces need more: choose --output")
-    return StagingFolder(path, path.name[1 : -len(PARTIAL)], f"{now:%Y-%m-%dT%H:%M:%SZ}", token)
+    return StagingFolder(str(path), path.name[1 : -len(PARTIAL)], f"{now:%Y-%m-%dT%H:%M:%SZ}", token)
 
 
 def publish(staging: Path, run: Run, output: Path) -> Path:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from ringprof.common.scratch import has_token, remove_all
 from ringprof.errors import RecordError, RingprofError
-from ringprof.ranks.external_launcher import GRACE_S, end_local_ranks
 from ringprof.ranks.heartbeat import END, Heartbeat, HeartbeatServer
 from ringprof.ranks.progress import PositionReporter
 from ringprof.ranks.rank_errors import FailedRun, RankOutcome, failed_outcome, stopped_outcome, write_log
 from ringprof.ranks.watchdog import TIME_LIMIT
-from ringprof.recording.task import RankTask
+from ringprof.recording.recording import RankTask
 
+GRACE_S = 3.0
+"""Time that a rank has to end by itself before it is killed."""
 _SETTLE_S = 0.5
 """Time from the first failure to the choice of its cause, which may arrive after its effects."""
 OUTCOMES_S = 2.0
@@ -51,7 +56,7 @@ class _RankShutdown:
         if not isinstance(error, RecordError):
             # All ranks refused the request for the same reason: a log would add nothing.
             return error
-        log = write_log(failed.log(self.task.request.command), Path(self.task.request.output), self.task.name)
+        log = write_log(failed.log(self.task.request.command), Path(self.task.request.output), self.task.staging.name)
         return type(error)(f"{error}; log: {log}") if log else error
 
 
@@ -179,7 +184,7 @@ class OtherRankShutdown(_RankShutdown):
         failed = failed or FailedRun(self.hosts, {self.rank: stopped_outcome(self.position, "")}, [0])
         if not self._reporting.acquire(blocking=False):
             _wait_for_exit()
-        sees_folder = has_token(Path(self.task.staging), self.task.token)
+        sees_folder = has_token(self.task.staging.path, self.task.staging.token)
         _print_error(self.discard_run(failed) if sees_folder else failed.cause())
         if host == self.hosts[0]:
             end_local_ranks(self.siblings)
@@ -202,3 +207,39 @@ def _exit_now(code: int) -> NoReturn:
     """Remove the scratch folders and end this process at once, whatever its other threads are doing."""
     remove_all()
     os._exit(code)
+
+
+_RANK = ("RANK", "SLURM_PROCID")
+_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def end_local_ranks(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]:
+    """Wait ``seconds`` for these processes to end, then kill the remaining ones; return the ranks that were killed.
+
+    ``pids`` maps ranks to process ids. A launcher would give a stuck process half a minute. A process counts as a rank
+    only where its environment variables say so: in a separate container, another process may have the same id.
+    """
+    deadline = time.monotonic() + seconds
+    remaining = dict(pids)
+    while True:
+        remaining = {rank: pid for rank, pid in remaining.items() if _is_rank(pid, rank)}
+        if not remaining or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for pid in remaining.values():
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    return list(remaining)
+
+
+def _is_rank(pid: int, rank: int) -> bool:
+    """Return whether the process is that rank of this very run, and still alive."""
+    try:
+        process = psutil.Process(pid)
+        variables, dead = process.environ(), process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+    # psutil reads both environments as they were at the start of the process; later changes do not show.
+    own_variables = psutil.Process().environ()
+    same_run = all(variables.get(name) == own_variables.get(name) for name in _RUN)
+    return same_run and not dead and str(rank) in {variables.get(name) for name in _RANK}

@@ -56,11 +56,14 @@ class Meter:
     """[count, bytes] by (channel, phase, operation, link)."""
     operations: int = 0
     """Number of times that something was counted, which `clear` does not reset."""
+    compares: bool = False
+    """Whether this rank compares its next hop with those of the other ranks, and may be waiting for them."""
 
     def add(self, channel: str, operation: str, link: str, size_bytes: int, count: int = 1) -> None:
         """Add ``count`` operations of ``size_bytes`` together, in the current phase."""
         entry = self.sent.setdefault((channel, self.phase, operation, link), [0, 0])
         self.operations += 1
+        self.compares = False
         entry[0] += count
         entry[1] += size_bytes
 

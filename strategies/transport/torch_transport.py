@@ -72,6 +72,7 @@ class TorchTransport:
         An all-to-all is one call and the same kernel; a batch of a send and a receive is four calls.
         """
         # A message of a ring of copies, whose tensors may lie apart, can go on here: this rank's peers may have packed.
+        ring.meter.compares = True
         self._check(message.layout, waits=message.buffers[0].is_cpu)
         message = copy_if_in_other_slot(message, None) if message.is_packed else Message.pack(message.tensors)
         arriving = message.empty_like() if into is None else into
@@ -144,6 +145,7 @@ class CopyTransport(TorchTransport):
 
     def hop(self, ring: Channel, message: Message, into: Message | None) -> AnyHop:
         """Start a hop, whose message arrives in a slot of this rank."""
+        ring.meter.compares = True
         if self._check(message.layout, waits=message.buffers[0].is_cpu) and self._copies.grows_for(message.layout):
             # The members make larger slots together: one that does not need them would leave the others waiting.
             self._wait_for_equal()

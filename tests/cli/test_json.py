@@ -15,7 +15,6 @@ from ringprof.common.json_object import json_text
 from ringprof.proof.result import TensorCheck
 from tests.cli.test_width import CHECK
 from tests.paths import ROOT, TRACES
-from tests.recording.fake_launcher import FakeLauncher
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_json_has_the_fields_of_its_schema(
     command: str, schema: str, rows: str, fields: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(CHECK))
+    monkeypatch.setattr("ringprof.cli.check.run_check", lambda _: CHECK)
     monkeypatch.setattr("ringprof.prediction.measured_rates.WARM_UP", 0)
     monkeypatch.setattr("ringprof.prediction.measured_rates.CALLS", 1)
     cli.run([*(str(TRACES) if word == "TRACES" else word for word in command.split()), "--format", "json"])

@@ -10,7 +10,6 @@ from ringprof import cli
 from ringprof.proof.result import Check, QueryAndKey, Seen, SentInCall, TensorCheck
 from ringprof.workload.workload import Workload
 from tests.paths import DATA
-from tests.recording.fake_launcher import FakeLauncher
 
 PREDICT = ("predict", "--strategy", "burst", "--seq", "1m", "--heads", "64", "--kv-heads", "8", "--nodes", "2",
            "--machine", "h100", "--nic", "400")  # fmt: skip
@@ -39,7 +38,7 @@ CHECK = Check(
 def test_lines_fit_the_width_without_losing_text(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(CHECK))
+    monkeypatch.setattr("ringprof.cli.check.run_check", lambda _: CHECK)
     monkeypatch.delenv("COLUMNS", raising=False)
     cli.run([*command])
     in_pipe = capsys.readouterr().out

@@ -63,6 +63,13 @@ def leaves(q, k, v):
     os._exit(0)
 
 
+def leaves_alone(q, k, v):
+    """On rank 1; rank 0 would wait for it until the time limit."""
+    if dist.get_rank() == 1:
+        os._exit(0)
+    return alone(q, k, v)
+
+
 def says_too_much(q, k, v):
     raise ValueError("y" * 10_000_000)
 
@@ -134,10 +141,11 @@ def test_error_on_one_rank_ends_the_check(folder: Path) -> None:
     assert done.stderr.count("\n") == 1 and not started_in(folder)
 
 
-def test_check_fails_if_ranks_exit_early_with_code_0(folder: Path) -> None:
-    done = run(["check", "mine:leaves", "--world", "2", *SMALL], folder)
+@pytest.mark.parametrize(("function", "ranks"), [("leaves", "[01]"), ("leaves_alone", "1")])
+def test_check_fails_if_ranks_exit_early_with_code_0(folder: Path, function: str, ranks: str) -> None:
+    done = run(["check", f"mine:{function}", "--world", "2", *SMALL], folder)
     assert done.returncode == 3 and done.stdout == ""
-    assert done.stderr.startswith("ringprof: rank 0 exited with code 0 and printed no error; log: ")
+    assert re.match(f"ringprof: rank {ranks} exited with code 0 and printed no error; log: ", done.stderr)
 
 
 def test_check_shortens_an_error_of_10_mb(folder: Path) -> None:

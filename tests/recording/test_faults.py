@@ -158,7 +158,7 @@ def test_ranks_exiting_early_with_code_0_record_nothing(strategy_folder: Path) -
     done = run(["record", "--strategy", "mine:Leaves", *TWO], strategy_folder, TMPDIR=str(strategy_folder))
     assert done.returncode == 3 and done.stdout == ""
     line = one_line(done.stderr)
-    assert line.startswith("ringprof: rank 0 exited with code 0 and printed no error; log: ")
+    assert re.match("ringprof: rank [01] exited with code 0 and printed no error; nothing was recorded; log: ", line)
     kept_log(line, strategy_folder)
     assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == earlier
 
@@ -168,7 +168,7 @@ def test_ranks_exiting_early_with_code_0_record_nothing(strategy_folder: Path) -
 def test_rank_that_exits_is_named_not_the_one_waiting(strategy_folder: Path, what: str, code: int) -> None:
     done = run(["record", "--strategy", "mine:Later", "-p", f"what={what}", *TWO], strategy_folder)
     assert done.returncode == 3
-    assert f"rank 1 exited with code {code} and printed no error; log: " in one_line(done.stderr)
+    assert f"rank 1 exited with code {code} and printed no error; nothing was recorded; log: " in one_line(done.stderr)
     assert nothing_recorded(strategy_folder)
 
 
@@ -184,16 +184,16 @@ def test_hanging_rank_is_named_at_the_time_limit(strategy_folder: Path) -> None:
 
 STARTED = """
 import os
-from ringprof.recording import local_launcher
-end = local_launcher._end
-class Started(local_launcher.Popen):
+from ringprof.ranks import launch
+end = launch._end
+class Started(launch.Popen):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         os.kill(os.getpid(), NUMBER)
 def ended(ranks):
     os.kill(os.getpid(), NUMBER)
     end(ranks)
-local_launcher.Popen, local_launcher._end = Started, ended
+launch.Popen, launch._end = Started, ended
 from ringprof.cli import main
 """
 
@@ -215,7 +215,7 @@ def test_a_signal_while_ranks_are_being_started_ends_them(tmp_path: Path, number
 
 SCARCE = """
 import subprocess, threading, torch.distributed
-from ringprof.recording import local_launcher
+from ringprof.ranks import launch
 from ringprof.cli import main
 def scarce(begin, count):
     left = iter(range(count))
@@ -225,7 +225,7 @@ def scarce(begin, count):
         return begin(*arguments, **options)
     return instead
 """
-NO_PROCESS = "local_launcher.Popen = scarce(subprocess.Popen, 1)"
+NO_PROCESS = "launch.Popen = scarce(subprocess.Popen, 1)"
 NO_THREAD = "threading.Thread.start = scarce(threading.Thread.start, 0)"
 NO_STORE = "torch.distributed.TCPStore = scarce(torch.distributed.TCPStore, 0)"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,13 +12,12 @@ pytest.importorskip("torch", reason="ranks need torch")
 
 from ringprof import cli
 from ringprof.errors import RecordError, RingprofError, UsageError
-from ringprof.ranks.external_launcher import ExternalLauncher
-from ringprof.ranks.launch import current_launcher
-from ringprof.ranks.launcher import RankInfo, launcher_rank, slurm_rendezvous
-from ringprof.ranks.local_launcher import LocalLauncher
-from ringprof.ranks.progress import SilentReporter
+from ringprof.iteration.request import RecordRequest
+from ringprof.ranks.launcher import RankInfo, launcher_rank, slurm_rendezvous, this_rank
+from ringprof.ranks.progress import PositionReporter
+from ringprof.recording import as_rank
+from ringprof.workload.workload import Workload
 from tests.cli.test_width import CHECK
-from tests.recording.fake_launcher import FakeJob, FakeLauncher
 from tests.recording.test_progress import RecordingReporter
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
@@ -84,24 +83,26 @@ def test_srun_with_more_tasks_on_one_host_than_on_another() -> None:
     assert launcher_rank({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == RankInfo(7, 8, 2, 3, 1, os.getppid())
 
 
-def test_current_launcher_follows_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_rank_follows_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", *SRUN):
         monkeypatch.delenv(name, raising=False)
-    assert isinstance(current_launcher(), LocalLauncher)
+    assert this_rank() is None
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    launcher = current_launcher()
-    assert isinstance(launcher, ExternalLauncher)
-    result: Any = launcher.run(FakeJob(), RecordingReporter())
-    assert result[0] == RankInfo(9, 16, 1, 8, node=1)
+    assert this_rank() == RankInfo(9, 16, 1, 8, node=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_of_an_external_launcher_shows_progress(rank: int) -> None:
+def test_only_rank_0_of_an_external_launcher_shows_progress(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_a_phase(request: object, rank_info: object, position: PositionReporter, *_: object) -> None:
+        position.start("warm-up", 1)
+
+    monkeypatch.setattr(as_rank, "_record", start_a_phase)
+    monkeypatch.setattr(as_rank, "world_group", lambda *_: nullcontext())
     reporter = RecordingReporter()
-    result: Any = ExternalLauncher(RankInfo(rank, 2, rank, 2)).run(FakeJob(), reporter)
-    _, used = result
-    assert used is reporter if rank == 0 else isinstance(used, SilentReporter)
+    request = RecordRequest(workload=Workload(seq=64, heads=1, kv_heads=1, head_dim=8), strategy="ring", device="cpu")
+    assert as_rank.record_as_rank(request, RankInfo(rank, 2, rank, 2), reporter) is None
+    assert reporter.lines == (["warm-up of 1"] if rank == 0 else [])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,12 @@ def test_each_process_of_a_check_has_the_exit_code_and_the_right_ones_print(
     rank: int | None, outcome: object, code: int, printing_ranks: set[int | None],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: FakeLauncher(outcome))
+    def run_check(_: object) -> object:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("ringprof.cli.check.run_check", run_check)
     monkeypatch.setattr("os._exit", sys.exit)
     for name in ("RANK", "WORLD_SIZE", *SRUN):
         monkeypatch.delenv(name, raising=False)

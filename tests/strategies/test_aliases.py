@@ -15,7 +15,6 @@ from ringprof.prediction.advise import advise
 from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.registry import parse_parameter
 from ringprof.workload.workload import Workload
-from tests.recording.fake_launcher import FakeLauncher
 from tests.strategies.cases import WorkloadShard, inputs
 from tests.strategies.ranks import run_ranks
 
@@ -53,18 +52,18 @@ def test_striped_is_the_stripe_layout():
 
 
 def test_check_takes_the_striped_layout(monkeypatch):
-    launcher, requests = FakeLauncher(UsageError("not run")), []
+    requests = []
 
-    def keep(attention: Any, request: Any, *_: Any) -> None:
+    def keep(request: Any) -> None:
         requests.append(request)
         raise UsageError("not run")
 
-    monkeypatch.setattr("ringprof.cli.check.current_launcher", lambda: launcher)
+    monkeypatch.setattr("ringprof.cli.check.run_check", keep)
     assert run(["check", "json:function", "--layout", "striped"]) == 2
-    monkeypatch.setattr("ringprof.proof.on_ranks.check_on_ranks", keep)
+    monkeypatch.setattr("ringprof.proof.on_ranks.check_on_ranks", lambda _, request, *others: keep(request))
     with pytest.raises(UsageError):
         ringprof.check(lambda q, k, v: q, "striped")
-    assert [request.layout for request in (launcher.jobs[0].request, *requests)] == ["stripe", "stripe"]
+    assert [request.layout for request in requests] == ["stripe", "stripe"]
 
 
 def test_cu_seqlens_are_the_documents():

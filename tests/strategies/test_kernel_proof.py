@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ringprof.strategies import Unsupported, create, create_recurrent
 from ringprof.strategies.kernels import proof, registry
 from ringprof.strategies.kernels.kernel import Kernel
-from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.strategies.kernels.reference import ReferenceKernel, masked_scores
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel
 from tests.strategies.ranks import run_ranks
@@ -117,8 +117,8 @@ class WrongGroups(Grouped):
 class NoSoftcap(ReferenceKernel):
     name, production = "planted", True
 
-    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
+    def _scores(self, q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        return masked_scores(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, mask)
 
 
 class Raises(Planted):

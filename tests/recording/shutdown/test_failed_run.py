@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ringprof.errors import Interrupted, RecordError, UnsupportedWorkloadError, VerificationError
@@ -66,6 +67,18 @@ def test_slowest_rank_is_named_at_the_time_limit() -> None:
         cause({**first, 2: stopped(hops=1)})
     )
     assert "rank 0 hung and did not answer" in str(cause({}, overdue=True))
+    lost = msgspec.structs.replace(LOST, hops=2)
+    late = {**first, 1: lost, 2: stopped(hops=1)}
+    assert "rank 2 hung in iterations, step 3, after 1 hop" in str(cause(late)), "the loss of a peer is a consequence"
+
+
+@pytest.mark.parametrize(
+    ("hops", "expected"),
+    [((0, 0, 0, 0), "all 4 ranks hung"), ((1, 0, 2, 0), "rank 1, 3 hung"), ((1, 1, 0, 1), "rank 2 hung")],
+)
+def test_ranks_with_equally_few_hops_are_all_named(hops: tuple[int, ...], expected: str) -> None:
+    error = cause({rank: stopped(hops=count) for rank, count in enumerate(hops)}, overdue=True)
+    assert str(error).startswith(f"{expected} in iterations, step 3, after 0 hops: hop 1 was not posted")
 
 
 def test_the_log_has_every_rank(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ringprof.ranks.external_launcher import end_local_ranks
+from ringprof.recording.shutdown import end_local_ranks
 from tests.recording.command import HANGS_S, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]

@@ -1,9 +1,10 @@
-"""Local launcher: the folders that it leaves, and which processes can reach the ranks' rendezvous store."""
+"""Start of local ranks: the folders that are left, and which processes can reach the ranks' rendezvous store."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,11 +13,32 @@ import pytest
 pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof.errors import RecordError, UsageError
-from ringprof.ranks import local_launcher
-from ringprof.ranks.local_launcher import LocalLauncher, _store
-from ringprof.ranks.progress import SilentReporter
+from ringprof.ranks import launch
+from ringprof.ranks.launch import _store, run_local_ranks
+from ringprof.ranks.launcher import RankInfo
+from ringprof.ranks.progress import PositionReporter, SilentReporter
 from tests.recording.command import HANGS_S, RINGPROF, SMALL, environment
-from tests.recording.fake_launcher import FakeJob
+
+
+@dataclass
+class FakeTask:
+    """Task whose result is its scratch folder."""
+
+    discarded: bool = False
+    job = "fake"
+    request = None
+
+    def limit_of(self, phase: str | None) -> float | None:
+        return 1.0 if phase is None else None
+
+    def run(self, rank_info: RankInfo, position: PositionReporter, scratch: Path) -> None:
+        raise NotImplementedError
+
+    def result(self, scratch: Path) -> Path:
+        return scratch
+
+    def discard(self) -> None:
+        self.discarded = True
 
 
 def test_local_store_listens_on_loopback_only() -> None:
@@ -45,17 +67,19 @@ def test_missing_loopback_is_a_one_line_error(tmp_path: Path) -> None:
     )
 
 
-def test_a_refused_job_leaves_no_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_task_leaves_no_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare() -> FakeTask:
+        assert [path.name.startswith("ringprof-ranks-") for path in tmp_path.iterdir()] == [True]
+        raise UsageError("refused")
+
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    job = FakeJob(UsageError("refused"))
     with pytest.raises(UsageError, match="refused"):
-        LocalLauncher().run(job, SilentReporter())
-    assert job.task is not None and Path(job.task.scratch).parent == tmp_path
-    assert list(tmp_path.iterdir()) == [] and not job.task.discarded
+        run_local_ranks(prepare, SilentReporter())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("failure", [None, RecordError("rank 1 failed"), KeyboardInterrupt()])
-def test_only_a_failed_job_is_discarded(
+def test_only_a_failed_task_is_discarded(
     failure: BaseException | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_ranks(*_: object) -> None:
@@ -63,12 +87,12 @@ def test_only_a_failed_job_is_discarded(
             raise failure
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(local_launcher, "_run_ranks", run_ranks)
-    job = FakeJob()
+    monkeypatch.setattr(launch, "_run_ranks", run_ranks)
+    task = FakeTask()
     if failure is None:
-        scratch = LocalLauncher().run(job, SilentReporter())
-        assert Path(scratch).parent == tmp_path and list(tmp_path.iterdir()) == []
+        scratch = run_local_ranks(lambda: task, SilentReporter())
+        assert scratch.parent == tmp_path and list(tmp_path.iterdir()) == []
     else:
         with pytest.raises(type(failure)):
-            LocalLauncher().run(job, SilentReporter())
-    assert job.task is not None and job.task.discarded == (failure is not None)
+            run_local_ranks(lambda: task, SilentReporter())
+    assert task.discarded == (failure is not None)

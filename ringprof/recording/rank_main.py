@@ -1,4 +1,4 @@
-"""Main function of one rank of a recording or of a check, which ringprof starts through `ringprof.entry_points.spawn`.
+"""Main function of one rank of a recording or of a check, which ringprof starts through `ringprof.spawn`.
 
 Its arguments are TASK, the path of the task's JSON, and PARENT, the id of the process with which the rank ends.
 """
@@ -15,13 +15,10 @@ from typing import NoReturn
 from ringprof.common.json_object import from_json
 from ringprof.proof.launch import CheckTask
 from ringprof.ranks.launcher import launcher_rank
-from ringprof.ranks.local_launcher import log_path, progress_log_path
-from ringprof.ranks.progress import ProgressLog
+from ringprof.ranks.progress import ProgressLog, log_path, progress_log_path
 from ringprof.ranks.rank_errors import RankOutcome, failed_outcome, stopped_outcome
 from ringprof.ranks.watchdog import PARENT_GONE, Watchdog
-from ringprof.recording.recording import RankRecording
-from ringprof.recording.task import RankTask
-from ringprof.trace.reduced import reduce_file
+from ringprof.recording.recording import RankTask
 
 _TASKS: dict[str, type[RankTask | CheckTask]] = {task.job: task for task in (RankTask, CheckTask)}
 
@@ -33,8 +30,8 @@ def main(what: str, arguments: list[str]) -> NoReturn:
         os._exit(3)  # the parent was killed in the meantime, and its task with it
     task = from_json(Path(arguments[0]).read_bytes(), _TASKS[what])
     rank = launcher_rank()
-    assert rank is not None and task.scratch is not None, "started by ringprof, with the ranks' variables"
-    scratch = Path(task.scratch)
+    assert rank is not None, "started by ringprof, with the ranks' variables"
+    scratch = Path(arguments[0]).parent
     _redirect_output(log_path(scratch, rank.rank))
     progress = ProgressLog(progress_log_path(scratch, rank.rank))
 
@@ -49,12 +46,7 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     watchdog = Watchdog(at_end, parent=parent)
     watchdog.start()
     try:
-        if isinstance(task, CheckTask):
-            task.run(rank, progress)
-        else:
-            recording = RankRecording(task, rank, progress, reduce=reduce_file)
-            progress.hops = recording.hops
-            recording.run()
+        task.run(rank, progress, scratch)
         progress.end(RankOutcome(kind="done"))
     except BaseException as error:
         try:

@@ -1,20 +1,15 @@
-"""Script that runs a ringprof process without imports from the current folder: ``python spawn.py PATHS WHAT ...``.
+"""Script that runs a ringprof process without imports from the current folder: ``python -P spawn.py PATHS WHAT ...``.
 
-With ``python -m`` or ``-c`` the current folder comes first on the import path, and an untrusted folder may hold a
-``numpy.py``. (From Python 3.11 on, ``python -P`` would do.) For a script, its own folder comes first; it is removed
-before anything is imported. PATHS are the import paths of the parent process as JSON
+An untrusted current folder may hold a ``numpy.py``. PATHS are the import paths of the parent process as JSON
 (`ringprof.common.process_pool.spawn_command`).
 """
 
+import json
+import signal
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
-FOLDER = __file__.rpartition("/")[0]
-PACKAGE = FOLDER.rpartition("/")[0]
-sys.path[:] = [path for path in sys.path if path != FOLDER]
-
-import json  # noqa: E402
-import signal  # noqa: E402
-from importlib.util import module_from_spec, spec_from_file_location  # noqa: E402
+PACKAGE = __file__.rpartition("/")[0]
 
 
 def start(paths: str, what: str, *arguments: str) -> None:
@@ -32,7 +27,7 @@ def start(paths: str, what: str, *arguments: str) -> None:
     sys.modules["ringprof"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["ringprof"])
     if what in ("record", "check"):
-        from ringprof.entry_points.rank_main import main as run_rank
+        from ringprof.recording.rank_main import main as run_rank
 
         run_rank(what, list(arguments))
     from ringprof.common.process_pool import main as run_worker

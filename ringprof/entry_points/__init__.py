@@ -1,1 +1,0 @@
-"""Programs of the processes that ringprof starts: ranks of recordings and checks, and worker processes."""
