@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringprof.analysis.findings.uncertainty import OTHER_SESSION, SAME_SESSION, Spread
+from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"

@@ -34,7 +34,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ringprof.analysis.findings.uncertainty import SAME_SESSION, significantly_different
+from ringprof.analysis.findings.recording_spread import SAME_SESSION
+from ringprof.analysis.findings.uncertainty import significantly_different
 from ringprof.iteration.shard import WorkloadShard
 from ringprof.ranks.launcher import RankInfo
 from ringprof.ranks.process_group import world_group

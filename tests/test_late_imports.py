@@ -34,7 +34,7 @@ OTHERWISE = {
     "ringprof.strategies.catalog": "versions are asked for by the list of strategies alone",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
     "ringprof.strategies.recurrent.kernels": "flash-linear-attention may be missing, and imports Triton",
-    "ringprof.strategies.recurrent.state_strategies": "flash-linear-attention may be missing, and imports Triton",
+    "ringprof.strategies.recurrent.registry": "flash-linear-attention may be missing, and imports Triton",
 }
 
 

@@ -8,8 +8,9 @@ import msgspec
 
 from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Metric
+from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
 from ringprof.analysis.findings.same_work import missing_setting_text
-from ringprof.analysis.findings.uncertainty import MOST_RECORDINGS, own_interval
+from ringprof.analysis.findings.uncertainty import own_interval
 from ringprof.common.json_object import JsonObject, json_text
 from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, csv_text

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ringprof.analysis.findings.metric import MIN_INTERLEAVED, WATERFALL_PREFIX, Measurement, Metric, merged_parts
+from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.analysis.findings.same_work import WorkMatch, match_work, same_evidence
-from ringprof.analysis.findings.uncertainty import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 
 if TYPE_CHECKING:
     from ringprof.analysis.findings.changes import RunChanges

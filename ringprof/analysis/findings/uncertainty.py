@@ -19,15 +19,14 @@ seeded: the same measurements give the same interval.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 from functools import cache
 from math import erfc, hypot, log
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ringprof.analysis.findings.metric import MIN_INTERLEAVED, Recordings
+from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -288,40 +287,3 @@ def _log_medians(recordings: Recordings) -> FloatArray:
 def _positive(recordings: Recordings) -> bool:
     """Return whether there are recordings, and every one has measurements above 0."""
     return bool(recordings) and all(len(values) and min(values) > 0 for values in recordings)
-
-
-# --- spread between recordings of one program, assumed where a side of a comparison is a single recording ---
-
-SESSION = timedelta(hours=1)
-"""Longest time between two recordings of one session."""
-MOST_RECORDINGS = 30
-"""Largest number of recordings per side that is worth recommending."""
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """Standard deviation between recordings of one program, as a function of the iteration time."""
-
-    share: float
-    """Part that grows with the time, as a share of it."""
-    fixed_ms: float
-    """Part that does not grow, in milliseconds."""
-    source: str
-    """Measurements that the spread comes from, in words."""
-
-    def share_of(self, iteration_ms: float | None) -> float:
-        """Return the spread of iterations of this length as a share of their time; None stands for a long one."""
-        return hypot(self.share, self.fixed_ms / iteration_ms) if iteration_ms else self.share
-
-
-SAME_SESSION = Spread(0.010, 0.24, "from 70 programs timed twice in one session on H200")
-OTHER_SESSION = Spread(0.026, 0.44, "from 54 programs timed in two sessions on H200")
-
-
-def session_spread(created: Sequence[str]) -> Spread:
-    """Return the spread between recordings made at these times (ISO 8601); unreadable ones count as two sessions."""
-    try:
-        times = [datetime.fromisoformat(time.replace("Z", "+00:00")) for time in created]
-        span = max(times) - min(times)
-    except (TypeError, ValueError):
-        return OTHER_SESSION
-    return SAME_SESSION if span <= SESSION else OTHER_SESSION

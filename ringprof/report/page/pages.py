@@ -16,8 +16,9 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Measurement, Recordings
 from ringprof.analysis.findings.metric_table import METRICS
 from ringprof.analysis.findings.parts import WATERFALL_LABELS
+from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.time_table import USUAL_PARTS
-from ringprof.analysis.findings.uncertainty import SAME_SESSION, ratio_interval, significantly_different
+from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS
 from ringprof.common.formatting import milliseconds, percent, significant
 from ringprof.errors import UsageError, nearest

@@ -11,7 +11,7 @@ from benchmarks import compare_errors, recording_spread
 from benchmarks.compare_errors import MODELS, SIZES, Model
 from ringprof.analysis.findings.comparison import compare_measurements, recordings_to_decide
 from ringprof.analysis.findings.metric import Measurement, Metric
-from ringprof.analysis.findings.uncertainty import OTHER_SESSION, SAME_SESSION, Spread, session_spread
+from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.report.comparison import spread_notices, verdict_lines
 
 CHI_SQUARED = {19: 8.907, 25: 13.120}
