@@ -112,7 +112,10 @@ def test_terminal_shows_a_bar() -> None:
      ["predict", "--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2", "--machine", "h200"],
      ["advise", "--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2", "--machine", "h200"],
      ["balance", "--seq", "1k", "--world", "2"], ["kernels"], ["report", "traces/h200x4-zigzag-65536"],
-     ["calibrate", "--rates", "--device", "cpu", "--seq", "16", "--heads", "1", "--head-dim", "8"]],
+     pytest.param(
+         ["calibrate", "--rates", "--device", "cpu", "--seq", "16", "--heads", "1", "--head-dim", "8"],
+         marks=pytest.mark.processes,
+     )],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
 def test_every_slow_command_says_in_a_log_how_far_it_is(
