@@ -56,7 +56,7 @@ def offences(node: ast.AST) -> set[str]:
 
 def test_no_file_is_unpickled_or_run() -> None:
     assert len(parsed()) > 300
-    assert [(name, found) for name, nodes in parsed() for node in nodes if (found := offences(node))] == []
+    assert [(name, reasons) for name, nodes in parsed() for node in nodes if (reasons := offences(node))] == []
 
 
 @pytest.mark.parametrize(
