@@ -111,7 +111,8 @@ def test_the_documented_example_of_a_model_is_equal_and_its_mistake_is_named(fol
     page = (ROOT / "docs" / "checking.md").read_text()
     example = textwrap.dedent(re.findall(r"one process:\n\n((?:    .*\n|\n)+?)    \$ (.*)\n", page)[0][0])
     (folder / "models.py").write_text(example)
-    (folder / "wrong.py").write_text(example.replace('local["labels"]', 'local["ids"].roll(-1, 1)'))
+    shifted = 'local["ids"].roll(-1, 1).masked_fill(local["labels"] == -100, -100)'
+    (folder / "wrong.py").write_text(example.replace('local["labels"]', shifted))
     done = run(["check", "--model", "models:training_step", *HERE, "--world", "2"], folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("equal to one process: 2 ranks, 2 x 128 tokens, float32, cpu")
