@@ -65,6 +65,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/codespell $(TEXT)
 	$(BIN)/python scripts/lint_words.py
+	$(BIN)/python scripts/budget.py
 	@$(BIN)/python scripts/gpu_ledger.py
 
 audit: $(VENV)/.dev

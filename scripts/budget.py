@@ -73,6 +73,7 @@ def main() -> None:
     """Print what is left of each budget; exit with 1 where one is exceeded."""
     text = SETTINGS.read_text("utf-8")
     budget, measured, over = tomllib.loads(text)["tool"]["budget"], sizes(), []
+    least_docstrings = budget.pop("least_docstrings")
     if "--write" in sys.argv:
         for part, counts in measured.items():
             if part not in ("product", "tests"):
@@ -87,8 +88,8 @@ def main() -> None:
             over.append(f"{part}: no budget; add one to [tool.budget] in pyproject.toml, and say what it buys")
     total = measured["product"]
     share = total["docstrings"] / total["lines"]
-    if share < budget["least_docstrings"]:
-        over.append(f"docstrings are {share:.1%} of the product's lines, at least {budget['least_docstrings']:.1%}")
+    if share < least_docstrings:
+        over.append(f"docstrings are {share:.1%} of the product's lines, at least {least_docstrings:.1%}")
     free = {name: budget["product"][name] - total[name] for name in budget["product"]}
     print("free of the budget: product", ", ".join(f"{number} {name}" for name, number in free.items()), end="; ")
     print(f"tests {budget['tests']['lines'] - measured['tests']['lines']} lines")
