@@ -47,11 +47,16 @@ def operations(device: str, head_dim: int, dtype: torch.dtype, half: int) -> dic
     merge.accumulate(total[:, half:], fresh(full)[:, :half])
     results["total"] = total
     results["delta"] = merge.row_product(block, fresh(full)[:, :half].to(dtype).contiguous())
-    results["stand_in"] = merge.output_with_delta(block, results["delta"])
-    results["stand_in of some heads"] = merge.output_with_delta(block, narrow_delta[:, 1:4])
+
+    def carried(dout: Tensor, delta: Tensor) -> Tensor:
+        """Return what a stand-in for O carries of delta; of two largest columns of dO, either may be left out."""
+        return (dout.float() * merge.output_with_delta(dout, delta).float()).sum(-1)
+
+    results["stand_in"] = carried(block, results["delta"])
+    results["stand_in of some heads"] = carried(block, narrow_delta[:, 1:4])
     # A gradient of 0 has no direction that could carry delta.
     zero = torch.where(torch.arange(half, device=device)[:, None, None] == 1, 0, block)
-    results["stand_in of a row of 0"] = merge.output_with_delta(zero, narrow_delta[:, :3])
+    results["stand_in of a row of 0"] = carried(zero, narrow_delta[:, :3])
     results["begun"] = merge.write_rows(fresh(full), slice(half // 2, half // 2 + half), block)
     parts = [(slice(0, half), block), (slice(half, 2 * half), block)]
     results["settled"] = merge.add_and_cast(fresh(full), parts, dtype)
