@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ringprof.cli.kernel_rates import rate_options, rates_text
 from ringprof.cli.options import Command
 from ringprof.cli.progress import show_progress
-from ringprof.cli.write import formats, print_or_write, say, text_style, to_file
+from ringprof.cli.write import formats, print_or_write, text_style, to_file
 from ringprof.common.json_object import rows_json
 from ringprof.report.tables import Column, Table
 
@@ -32,21 +31,15 @@ _FEATURES: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
 
 
 @click.command("kernels", cls=Command)
-@click.option("--measure", is_flag=True, hidden=True)
-@rate_options(hidden=True)
 @formats("json")
 @to_file
-def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> None:
+def command(form: str, output: str | None) -> None:
     """List the attention kernels that `record --kernel` accepts, with their features, installed or not.
 
     Windows: supports sliding windows. Documents: computes packed documents in one call, or in one call each. Delta:
     takes rowsum(dO · O) instead of O. Tried: tested by ringprof's authors; the other kernels are called by their public
     signatures but are untested. `ringprof calibrate --rates` measures how fast each is here.
     """
-    if measure:
-        say("ringprof: kernels --measure is now calibrate --rates, and will go with the next release")
-        print_or_write(rates_text(form, output, **sizes), output)
-        return
     with show_progress("loading torch"):
         rows = _feature_rows()
     if form == "json":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ringprof.analysis.findings.comparison import Comparison, Difference
 from ringprof.analysis.findings.metric import WATERFALL_PREFIX, Metric
@@ -59,9 +60,9 @@ def _as_dict(comparison: Comparison) -> JsonObject:
     }
 
 
-def render_json(comparison: Comparison) -> str:
-    """Render the comparison as JSON text (schema ``ringprof.compare/1``)."""
-    return json_text(_as_dict(comparison))
+def render_json(comparison: Comparison, **further: Any) -> str:
+    """Render the comparison as JSON text (schema ``ringprof.compare/1``), with ``further`` fields."""
+    return json_text({**_as_dict(comparison), **further})
 
 
 def render_csv(comparison: Comparison) -> str:

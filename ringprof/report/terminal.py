@@ -48,7 +48,7 @@ def render(
 
 
 MIN_IDLE_SHARE = 0.02
-"""Least idle share of the mean wall at which the last line offers ``--idle``."""
+"""Least idle share of the mean wall at which the last line offers ``--show idle``."""
 
 
 def _further_options(findings: Findings, shown: Sequence[str]) -> list[str]:
@@ -56,12 +56,14 @@ def _further_options(findings: Findings, shown: Sequence[str]) -> list[str]:
     attribution = findings.attribution
     empty_sections = {name for name, has_content in _HAS_CONTENT.items() if not has_content(findings)}
     names = [name for name, section in OPTIONAL.items() if section.on_cpu or not attribution.on_cpu]
-    options = [f"--{name}" for name in names if name not in shown and name not in empty_sections]
+    names = [name for name in names if name not in shown and name not in empty_sections]
     no_communication = not any(
         rank.breakdown.comm_ns or rank.breakdown.exposed_other_groups_ns for rank in attribution.ranks
     )
-    first = ["--kernels"] if no_communication and "--kernels" in options else []
-    return [*first, "--html report.html", *(name for name in options if name not in first), "--format json"]
+    if no_communication and "kernels" in names:
+        names = ["kernels", *(name for name in names if name != "kernels")]
+    sections = [f"--show {','.join(names)}"] if names else []
+    return ["--html report.html", *sections, "--format json"]
 
 
 _HAS_CONTENT: dict[str, Callable[[Findings], bool]] = {

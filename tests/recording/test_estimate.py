@@ -367,8 +367,6 @@ def test_invalid_iteration_counts_are_refused(changes: dict[str, object], part: 
 
 @pytest.mark.parametrize("missing", ["torch", "psutil"])
 def test_missing_package_error_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "ringprof.errors.find_spec", lambda name: None if name == missing else find_spec(name)
-    )
+    monkeypatch.setattr("ringprof.errors.find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(MissingExtraError, match=rf"needs {missing}: pip install '\.\[record\]'"):
         require_packages("torch", "psutil")
