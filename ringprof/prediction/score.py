@@ -198,21 +198,24 @@ def differences(forecast: Forecast, measured: Measured) -> list[str]:
     A kernel, transport or parameter that one side does not state is no difference.
     """
     assert measured.query is not None
-    asked, seen = forecast.query, measured.query
+    predicted, other = forecast.query, measured.query
     pairs: list[tuple[str, Any, Any]] = [
-        ("strategy", canonical_name(asked.strategy), canonical_name(seen.strategy)),
-        ("GPUs", asked.cluster.size, seen.cluster.size),
-        ("GPUs per node", asked.cluster.gpus_per_host, seen.cluster.gpus_per_host),
+        ("strategy", canonical_name(predicted.strategy), canonical_name(other.strategy)),
+        ("GPUs", predicted.cluster.size, other.cluster.size),
+        ("GPUs per node", predicted.cluster.gpus_per_host, other.cluster.gpus_per_host),
     ]
-    first, second = (msgspec.to_builtins(query.workload) for query in (asked, seen))
+    first, second = (msgspec.to_builtins(query.workload) for query in (predicted, other))
     # Layers and steps of a capture do not change the time of one iteration of a recording.
     pairs += [(name, first[name], second[name]) for name in first if name not in ("layers", "steps")]
     device, other_device = (device_named(side.device) or side.device for side in (forecast, measured))
     stated: list[tuple[str, Any, Any]] = [
-        ("kernel", asked.kernel, seen.kernel), ("hops", asked.hops, seen.hops), ("device", device, other_device),
+        ("kernel", predicted.kernel, other.kernel), ("hops", predicted.hops, other.hops),
+        ("device", device, other_device),
     ]  # fmt: skip
     pairs += [(name, a, b) for name, a, b in stated if a not in _UNSTATED and b not in _UNSTATED]
-    pairs += [(name, asked.params[name], seen.params[name]) for name in sorted(asked.params.keys() & seen.params)]
+    pairs += [
+        (name, predicted.params[name], other.params[name]) for name in sorted(predicted.params.keys() & other.params)
+    ]
     return [f"{name} {b} instead of {a}" for name, a, b in pairs if a != b]
 
 
