@@ -177,14 +177,14 @@ def _load(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]
     loaded: _Loaded
     if paths == ("-",):
         loaded = parse_any(read_within(sys.stdin.buffer, "-", reading.limits()), "-", reading, **text_options)
-    elif len(paths) > 1 and all(is_file(path) and detect([path]).type == "text" for path in paths):
-        loaded = read_logs(paths, reading.limits(), text_options["settings"], text_options["spread"])
     elif paths and (logs := find_comm_logs(paths)):
         from ringprof.printed.communication.comm_log_report import (
             analyse_comm_logs,  # imported here, since few inputs are logs
         )
 
         loaded = analyse_comm_logs(paths, logs, reading.limits())
+    elif len(paths) > 1 and all(is_file(path) and detect([path]).type == "text" for path in paths):
+        loaded = read_logs(paths, reading.limits(), text_options["settings"], text_options["spread"])
     else:
         with show_progress("reading") as notify:
             loaded = load_any(newest_or(paths), replace(reading, notify=notify), **text_options)
@@ -198,9 +198,10 @@ def _refuse_unused(analysis: _Loaded, sections: Sequence[str]) -> None:
     name, used = _USED_BY.get(type(analysis).__name__, ("", None))
     unused = [
         shown for option, shown in options_set().items()
-        if option != "paths" and (option in _OF_TEXT_ALONE if used is None else option not in used)
+        if option not in ("paths", "show") and (option in _OF_TEXT_ALONE if used is None else option not in used)
     ]  # fmt: skip
-    unused += [f"--show {section}" for section in sections if (section == _ROWS) is (used is None)]
+    sections_of = {*OPTIONAL} if used is None else {_ROWS} if "show" in used else set()
+    unused += [f"--show {section}" for section in sections if section not in sections_of]
     if unused:
         raise UsageError(f"{', '.join(unused)}: not for {name or 'a run or traces'}")
 

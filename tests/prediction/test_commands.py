@@ -107,7 +107,7 @@ def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME or --like RUN"),
+        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME, --like RUN or --replay RUN"),
         (("predict", "--machine", "h200", "--strategy", "zigzag"), "the sequence length is needed"),
         (("predict", "--machine", "h201", *SMALL), "no machine 'h201' (did you mean 'h200'?); there are: h200"),
         (("predict", "--machine", "h200", *SMALL, "--heads", "0"), "'--heads': 0 is not at least 1"),
