@@ -9,10 +9,16 @@ TEXT = $$(git ls-files '*.py' '*.md' '*.toml' '*.cfg' '*.j2' '*.js' '*.css' Make
 # One worker per core, at most four; the tests of a file stay on one worker and share its fixtures.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help demo test test-processes test-all docs lint audit release clean
+# The tests of GPUs run with an interpreter that was named, as it is: a machine with GPUs often has no network.
+NAMED := $(filter command environment,$(origin PYTHON))
+GPU_PYTHON := $(if $(NAMED),$(PYTHON),$(BIN)/python)
+
+.PHONY: help demo test test-gpu test-processes test-all docs lint audit release clean
 help:
 	@echo 'make demo      record a small run, show its report and write its page (first result, a few minutes)'
 	@echo 'make test      linters, types, import contracts and the fast tests; those of GPUs where there are some'
+	@echo 'make test-gpu  the tests that need GPUs, where their code has changed since they passed; PYTHON=python3 uses that'
+	@echo '               interpreter and installs nothing; GPU="--output FOLDER" and others: see scripts/gpu_ledger.py'
 	@echo 'make test-processes  the tests that start ranks, clusters or a browser'
 	@echo 'make test-all  make test, make test-processes, make audit, the long tier, and analysis on every Python found'
 	@echo 'make docs      the documentation as a site, with the reference of the Python API'
@@ -31,7 +37,10 @@ demo: $(VENV)/.record
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -m 'not long and not processes' $(WORKERS) $(PYTEST)
-	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python -m pytest --gpu -m 'not long' -n 4 --dist loadfile
+	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python scripts/gpu_ledger.py --run --limit 3600
+
+test-gpu: $(if $(NAMED),,$(VENV)/.dev)
+	@$(GPU_PYTHON) scripts/gpu_ledger.py --run $(GPU)
 
 test-processes: $(VENV)/.dev .venv-hta/made
 	$(BIN)/python -m pytest -m 'processes and not long and not gpu' $(WORKERS) $(PYTEST)
@@ -56,6 +65,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/codespell $(TEXT)
 	$(BIN)/python scripts/lint_words.py
+	@$(BIN)/python scripts/gpu_ledger.py
 
 audit: $(VENV)/.dev
 	$(BIN)/bandit -q -r ringprof strategies -ll

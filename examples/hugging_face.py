@@ -36,18 +36,19 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 def train_step(step: int) -> None:
     tokens = torch.randint(256, (1, SEQ), generator=torch.Generator().manual_seed(step)).to(device)
-    # Every rank passes the whole batch. shard_batch shifts the labels, then takes this rank's part of everything.
-    loss = model(**shard_batch({"input_ids": tokens, "labels": tokens}, strategy)).loss
+    labels = tokens.index_fill(1, torch.arange(SEQ // 8, device=device), -100)  # the prompt has no labels
+    # Every rank passes the whole batch. shard_batch shifts and counts the labels, then takes this rank's part.
+    loss = model(**shard_batch({"input_ids": tokens, "labels": labels}, strategy)).loss
     optimizer.zero_grad()
     loss.backward()
     log(step, loss, clip_grad_norm_(model.parameters(), 1.0))
     optimizer.step()
 
 
-train_step(0)
-train_step(1)
+for step in range(8):
+    train_step(step)
 with ringprof.capture(sys.argv[1], strategy=strategy):
-    train_step(2)
-    train_step(3)
+    train_step(8)
+    train_step(9)
 
 dist.destroy_process_group()

@@ -26,8 +26,10 @@ positions = strategy.positions(SEQ, device)  # where this rank's tokens are in t
 
 def train_step(step: int) -> None:
     tokens, labels = batch(step, SEQ)  # the whole sequence, equal on all ranks
+    labels_per_rank = (labels != -100).sum() / strategy.comm.size
     tokens, labels = strategy.shard(tokens).to(device), strategy.shard(labels).to(device)
-    loss = cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten())  # mean over this rank's tokens
+    # The mean over the ranks of these losses is the mean over all labels; that of the ranks' means would not be.
+    loss = cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten(), reduction="sum") / labels_per_rank
     optimizer.zero_grad()
     loss.backward()
     for parameter in model.parameters():  # what DDP and FSDP do: the mean over ranks
@@ -37,10 +39,10 @@ def train_step(step: int) -> None:
     optimizer.step()
 
 
-train_step(0)
-train_step(1)
+for step in range(8):
+    train_step(step)
 with ringprof.capture(sys.argv[1], strategy=strategy):
-    train_step(2)
-    train_step(3)
+    train_step(8)
+    train_step(9)
 
 dist.destroy_process_group()

@@ -68,7 +68,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def batch(step: int, seq: int, replica: int = 0) -> tuple[Tensor, Tensor]:
-    """Return tokens and next-token labels (1, seq) of one step. Replicas of data parallelism have their own."""
+    """Return tokens and next-token labels (1, seq) of one step. Replicas of data parallelism have their own.
+
+    The first eighth is a prompt, whose labels are ignored (-100).
+    """
     generator = torch.Generator().manual_seed(1000 * replica + step)
     row = torch.randint(VOCABULARY, (1, seq + 1), generator=generator)
-    return row[:, :-1], row[:, 1:]
+    return row[:, :-1], row[:, 1:].index_fill(1, torch.arange(seq // 8), -100)

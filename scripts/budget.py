@@ -88,7 +88,7 @@ def main() -> None:
     total = measured["product"]
     share = total["docstrings"] / total["lines"]
     if share < budget["least_docstrings"]:
-        over.append(f"docstrings are {share:.1%} of the product's lines, at least {budget['least_docstrings']:.1%} asked")
+        over.append(f"docstrings are {share:.1%} of the product's lines, at least {budget['least_docstrings']:.1%}")
     free = {name: budget["product"][name] - total[name] for name in budget["product"]}
     print("free of the budget: product", ", ".join(f"{number} {name}" for name, number in free.items()), end="; ")
     print(f"tests {budget['tests']['lines'] - measured['tests']['lines']} lines")

@@ -7,13 +7,16 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 from __future__ import annotations
 
 import warnings
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn.functional import pad
 
 from ringprof.workload.mask import DOCUMENTS, WINDOW, Mask, integers
@@ -32,7 +35,8 @@ from .kernels.merge import (
     wide_type,
     with_sinks,
 )
-from .kernels.registry import choose_kernel
+from .kernels.proof import Case, blocks_of, choose_proven
+from .kernels.registry import NOTHING_REFUSED, choose_kernel
 from .kernels.uncompiled import uncompiled
 from .masks.cache_layout import CacheLayout
 from .masks.document_layouts import DocumentsLayout as DocumentsLayout
@@ -43,6 +47,7 @@ from .masks.row_routing import RowRouting, routing_of
 from .masks.sharded_mask import ShardedMask, sharded_mask_of
 from .transport.communicator import Communicator
 from .transport.gradient_ring import GradientRing
+from .transport.passes import Recoverable, in_pass
 
 GradWire = Literal["fp32", "input"]
 """Type that gradients travel in: at least float32, or the input's own."""
@@ -63,6 +68,8 @@ _COMPARED_PARTS = ("documents", *_COMPARED_OPTIONS, "q", "k", "v", "type")
 _PLAIN_MASKS = {causal: Mask(causal=causal) for causal in (True, False)}
 OutAndLse = tuple[Tensor, Tensor | None]
 """Output, and the LSE where it is wanted."""
+_Use = tuple[int, int, int, bool]
+"""Heads of q and of k, size of v's heads, and whether the mask is causal."""
 POSITIONS_KEPT = 8
 """Number of position tensors that a strategy caches."""
 _KEPT_DOCUMENTS = 4096
@@ -211,7 +218,7 @@ class AttentionCall:
         return dq, dk, dv[..., : v.shape[-1]].contiguous() if missing else dv
 
 
-class Strategy(Expectations, ABC):
+class Strategy(Expectations, Recoverable, ABC):
     """A strategy for attention over a sequence that is split over ranks (context parallelism)."""
 
     layout: Layout
@@ -232,6 +239,8 @@ class Strategy(Expectations, ABC):
     """The exchange of heads before and after attention; None where there is none."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
     """Names of the kernels that can compute the blocks; empty: all."""
+    calls: ClassVar[int] = 0
+    """Number of calls of any strategy's attention in this process."""
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         self.comm = context.comm
@@ -357,6 +366,7 @@ class Strategy(Expectations, ABC):
             )
 
     @uncompiled
+    @in_pass("forward")
     def attention(
         self,
         q: Tensor,
@@ -393,6 +403,7 @@ class Strategy(Expectations, ABC):
         * ``softcap``: above 0, a score s becomes softcap · tanh(s / softcap) before the mask. Needs a kernel that
           supports it.
         """
+        Strategy.calls += 1
         if cu_seqlens is not None:
             if documents is not None:
                 raise Unsupported("documents and cu_seqlens are two names of the same argument: give one of them")
@@ -431,7 +442,8 @@ class Strategy(Expectations, ABC):
             if mask.documents:
                 self._check_sharding(mask.documents)
             sharded_mask = self.sharded_mask(mask, seq, size, **self.parameters)
-        kernel = self.kernel_for(q, **self._kernel_requirements(mask, softcap))
+        use = q.shape[2], k.shape[2], v.shape[3], causal
+        kernel = self.kernel_for(q, use=use, **self._kernel_requirements(mask, softcap))
         call = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, sharded_mask)
         attend = self.differentiable
         out, lse = attend(call, q, k, v) if self.exchange is None else self.exchange.around(attend, call, q, k, v)
@@ -474,27 +486,56 @@ class Strategy(Expectations, ABC):
     def kernel_class(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
         windows: bool = False, documents: bool = False, softcap: float = 0.0,
+        refused: Mapping[str, str] = NOTHING_REFUSED,
     ) -> type[Kernel]:  # fmt: skip
-        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`."""
+        """Return the kernel called ``name``; ``auto``: the fastest that fits. Raises `UnknownName`, `Unsupported`.
+
+        ``refused``: why kernels are not used, by name.
+        """
         return choose_kernel(
             name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
-            documents=documents, softcap=softcap,
+            documents=documents, softcap=softcap, refused=refused,
         )  # fmt: skip
 
-    def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0) -> Kernel:
+    def kernel_for(
+        self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0,
+        use: _Use | None = None,
+    ) -> Kernel:  # fmt: skip
         """Return the kernel for blocks of tensors like ``q`` that supports ``windows``, ``documents`` and ``softcap``.
 
-        Raises `Unsupported` where it is not available.
+        With ``use``, collective the first time: the kernel has proven itself on all ranks, and calls without it then
+        return that kernel. Raises `Unsupported` where no kernel is available.
         """
-        key = q.device, q.dtype, q.shape[-1], windows, documents, softcap
+        key = type(q), q.device, q.dtype, q.shape[-1], windows, documents, softcap, use
         if key not in self._kernels:
-            chosen = self.kernel_class(
-                self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents,
-                softcap=softcap,
-            )  # fmt: skip
+            chosen = self._proven_class(q, use, softcap, {"windows": windows, "documents": documents})
             existing = (x for x in self._kernels.values() if type(x) is chosen and x.softcap == softcap)
-            self._kernels[key] = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            kernel = next(existing, None) or chosen(deterministic=self._deterministic, softcap=softcap)
+            self._kernels[key] = self._kernels[(*key[:-1], None)] = kernel
         return self._kernels[key]
+
+    def _proven_class(self, q: Tensor, use: _Use | None, softcap: float, mask: dict[str, Any]) -> type[Kernel]:
+        """Return the kernel that `kernel_for` chooses; with ``use``, one that all ranks have found to be right."""
+        name, deterministic, size = self._kernel_name, self._deterministic, q.shape[-1]
+
+        def choose(refused: Mapping[str, str]) -> type[Kernel]:
+            options: dict[str, Any] = {"refused": refused} if refused else {}
+            return self.kernel_class(
+                name, q.device, q.dtype, size, deterministic=deterministic, softcap=softcap, **mask, **options
+            )
+
+        # Kernels of other packages' strategies compute in their own way, and the reference is the truth.
+        exempt = self.KERNELS or name == "reference" or q.is_meta or not q.is_floating_point()
+        if use is None or exempt or detect_fake_mode([q]) is not None:
+            return choose({})
+        heads, kv_heads, v_head_dim, causal = use
+        degree, trains = 1 if self.exchange is None else self.exchange.degree, self.phase == "training"
+        heads, kv_heads = heads // degree, max(1, lcm(kv_heads, degree) // degree)
+        group, shape = max(1, heads // kv_heads), (q.shape[0], kv_heads)
+        wanted = Case("", q.dtype, size, v_head_dim, group, softcap, deterministic, trains, shape)
+        blocks = blocks_of(causal=causal, several_ranks=self.ring_size > 1 or not trains, **mask)
+        settings = type(self), name
+        return choose_proven(choose, settings, wanted, blocks, q.device, self.comm.group, self.comm.gather_objects)
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels chosen so far."""
@@ -681,8 +722,10 @@ class Strategy(Expectations, ABC):
             raise Unsupported(
                 "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
             )
-        self.comm.check_alive()
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, type(q)
+        key = (
+            self.comm.token, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            options, type(q),
+        )  # fmt: skip
         compares, parts = self.comm.compares_calls(), {}
         if compares or documents is not None:
             call = documents or (), *options, q.shape, k.shape, v.shape, q.dtype
@@ -701,7 +744,7 @@ class Strategy(Expectations, ABC):
         if problem is None:
             shape = Shape(q.shape[0], q.shape[1] * self.comm.size, q.shape[2], k.shape[2], q.shape[3])
             problem = self.why_unsupported(shape, self.comm.size, **self.parameters)
-        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
+        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}", f"device {q.device.type}"
         described = (f"{name}={value}" for name, value in zip(_COMPARED_OPTIONS, options, strict=True))
         if not alone:
             # Before the refusal: shapes that differ are what every rank has to hear of.
@@ -762,6 +805,26 @@ def mask_of_call(
         raise Unsupported(str(error)) from None
 
 
+def positions_in_documents(positions: Tensor, documents: Sequence[int] | None) -> Tensor:
+    """Return the position of each token in its document, from those in the packed sequence. The host does not wait."""
+    if documents is None:
+        return positions
+    starts = torch.tensor(documents)
+    if positions.is_cuda:
+        starts = starts.pin_memory().to(positions.device, non_blocking=True)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def checksum(tensors: Iterable[Any]) -> int:
+    """Return a checksum of the integer tensors among ``tensors``, shapes included. Waits for those on a GPU."""
+    value = 0
+    for x in tensors:
+        if isinstance(x, Tensor) and x.dim() and not x.is_floating_point():
+            value = zlib.crc32(str(x.shape).encode(), value)
+            value = zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes(), value)
+    return value
+
+
 def _why_not_attention(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why no strategy computes attention of these tensors; None where one may."""
     if problem := why_not_tensors(q, k, v):
@@ -794,10 +857,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
         out, lse = strategy.forward(call, q, k, v)
-        ctx.strategy, ctx.blocks = strategy, call
+        ctx.strategy, ctx.comm, ctx.blocks = strategy, strategy.comm, call
         ctx.save_for_backward(*(call.saved or (q, k, v)), out, lse)
         call.saved = ()
         ctx.set_materialize_grads(False)
@@ -805,15 +867,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @in_pass("backward")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, call = ctx.strategy, ctx.blocks
-        strategy.comm.check_alive()
         dout = torch.zeros_like(out) if dout is None else as_contiguous(dout)
         rows = Rows(dout, as_contiguous(lse), out=as_contiguous(out))
         if dlse is not None or (call.lse_wanted and call.kernel.takes_delta):
             rows = _rows_with_lse_gradient(call.kernel, rows, dlse)
-        strategy.comm.meter.phase = "backward"
         return (None, None, *strategy.backward(call, rows, q, k, v))
 
 

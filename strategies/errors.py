@@ -23,6 +23,10 @@ class PeerLost(RuntimeError):
     """A rank that hops were waiting for has ended, or has not answered within the group's timeout."""
 
 
+class RankRaised(PeerLost):
+    """A rank has raised in the middle of a call. `Strategy.recover`, called on all ranks, makes the next call right."""
+
+
 def why_not_tensors(*tensors: Any) -> str | None:
     """Return why no strategy computes with these tensors, DTensors or types that are not real; None where one may."""
     if any(hasattr(x, "to_local") for x in tensors):

@@ -1,4 +1,4 @@
-"""Small bugs are noticed: a seeded sample of generated mutants, and two sets of mutants written by hand."""
+"""Small bugs are noticed: a seeded sample of generated mutants, and sets of mutants written by hand."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MUTANTS = ROOT / "scripts" / "mutants"
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the rules of both hand-written sets."""
+    """Return the rules of all hand-written sets."""
     monkeypatch.syspath_prepend(str(MUTANTS))
-    return [rule for name in ("first_set", "second_set") for rule in import_module(name).RULES]
+    return [rule for name in ("first_set", "second_set", "third_set") for rule in import_module(name).RULES]
 
 
 def test_every_hand_written_bug_can_be_planted(rules: list[Any]) -> None:

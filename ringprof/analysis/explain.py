@@ -15,7 +15,7 @@ from ringprof.analysis.cross_checks import warn_of_fused_kernels, warn_of_overfu
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
-from ringprof.analysis.kinds.kinds import COMPUTE
+from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import BytesMoved, Detail, ExposedTime, Rank, sum_by_link
 from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import (
@@ -26,16 +26,17 @@ from ringprof.analysis.timeline.cpu import (
     marks_waiting,
 )
 from ringprof.analysis.timeline.idle import idle_causes
-from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, rank_kernels
+from ringprof.analysis.timeline.kernels import RankKernel, launch_statistics, launched_one_by_one, rank_kernels
 from ringprof.analysis.timeline.layers import cpu_layers, device_layers
 from ringprof.analysis.timeline.products import cpu_products, device_products
 from ringprof.analysis.timeline.recurrence import cpu_recurrence, device_recurrence
-from ringprof.analysis.timeline.rows import DeviceActivities, timed_activities
+from ringprof.analysis.timeline.rows import DeviceActivities, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.collectives import collectives_of
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
+from ringprof.common.formatting import milliseconds
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.trace.columns import MEMCPY, NONE, Notice, Trace
 
@@ -87,17 +88,22 @@ def explain(
         raise UsageError(
             f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
         )
-    # A breakdown covers one device: the one with the most activities.
-    devices, counts = np.unique(trace.activities.device[chosen], return_counts=True)
-    device = int(devices[np.argmax(counts)])
-    if len(devices) > 1:
-        others = f"{int(counts.sum() - counts.max())} activities ran on others"
-        message = f"{trace.path}: of {len(devices)} devices only {device} is reported; {others}"
+    # A breakdown covers one device: the one that is busy longest.
+    busy_ns = trace.activities.busy_ns(chosen)
+    device = max(busy_ns, key=lambda index: busy_ns[index])
+    if len(busy_ns) > 1:
+        others = f"others are busy for {milliseconds(sum(busy_ns.values()) - busy_ns[device])}"
+        message = f"{trace.path}: of {len(busy_ns)} devices only {device} is reported, the busiest; {others}"
         warnings.append(Notice("several_devices", message, rank))
     rows = timed_activities(classified, in_window, device, between_ns)
     warnings += warn_of_overfull_streams(rows, trace, rank)
     warnings += warn_of_fused_kernels(rows, trace, rank)
     background = DeviceActivities(classified, device).background(rows)
+    unlaunched = background.take(np.flatnonzero(classified.launch[background.activity] == NONE))
+    if len(unlaunched.activity) and between_ns is None:
+        warnings.append(_launched_before(unlaunched, rank))
+    all_comm = classified.of(*COMMUNICATION, OTHER_GROUPS)
+    all_comm[rows.activity] &= ~rows.of(*COMMUNICATION)
     # Hops are matched over the whole window: within chosen times the ranks would count different hops.
     on_device = in_window[trace.activities.device[in_window] == device]
     transfers = transfers_of(classified, on_device, rank)
@@ -117,8 +123,13 @@ def explain(
         window_source=window.source,
         steps=window.steps,
         breakdown=break_down(rows, background),
+        left_out_comm_ns=intervals.length_ns(
+            intervals.union(trace.activities.start_ns[all_comm], trace.activities.end_ns[all_comm])
+        ),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
         launches=launch_statistics(classified, rows),
+        producer=trace.producer,
+        one_by_one=launched_one_by_one(classified, rows),
         bytes_moved=BytesMoved(
             total([transfer.sent_bytes for transfer in transfers]),
             None if np.any(sizes == NONE) else int(sizes.sum()),
@@ -128,6 +139,16 @@ def explain(
     )
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
     return Explained(metrics, detail, transfers, tuple(warnings), in_group, kernels)
+
+
+def _launched_before(rows: TimedActivities, rank: int) -> Notice:
+    """Return the warning about background without a launch record, with its time and its communication."""
+    time_ns, comm_ns = (intervals.length_ns(rows.spans(*kinds)) for kinds in (KINDS, COMMUNICATION))
+    message = (
+        f"{len(rows.activity)} kernels or copies beside the window have no launch record, as if launched before "
+        f"profiling: {milliseconds(time_ns)}, {milliseconds(comm_ns)} of it communication, count as background"
+    )
+    return Notice("launched_before", message, rank, len(rows.activity))
 
 
 _FROM_HOST = re.compile("HtoD|H2D|HostToDevice", re.IGNORECASE)

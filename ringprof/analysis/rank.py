@@ -11,7 +11,7 @@ import msgspec
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
 from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
-from ringprof.analysis.timeline.kernels import LaunchStatistics
+from ringprof.analysis.timeline.kernels import LaunchStatistics, OneByOne
 from ringprof.analysis.timeline.layers import LayerTime
 from ringprof.analysis.timeline.products import Product
 from ringprof.analysis.timeline.recurrence import RecurrencePart
@@ -146,6 +146,13 @@ class Rank:
     """Causes of the idle time; None on CPU."""
     launches: LaunchStatistics | None = None
     """Statistics of how activities were launched; None on CPU, and where no launch is recorded."""
+    producer: str = "torch"
+    """Program that wrote the trace: `ringprof.trace.columns.Trace.producer`."""
+    one_by_one: OneByOne | None = None
+    """Kernels that no graph launches; None where no graph launches any."""
+    left_out_comm_ns: int = 0
+    """Time of the communication in the trace that is not counted: outside of the window, on another device, or of
+    other groups."""
     bytes_moved: BytesMoved = field(default_factory=BytesMoved)
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
     """Function that returns the detail of a rank: from memory if all ranks' details fit, else computed again."""

@@ -19,9 +19,9 @@ from ringprof.strategies.kernels.kernel import Gradients, Kernel, allocate_adjac
 from ringprof.strategies.kernels.merge import wide_type
 from ringprof.strategies.masks.mask_blocks import Batch, Lengths, MaskBlocks
 from ringprof.strategies.transport.communicator import Communicator
-from ringprof.strategies.transport.copy_engine import SLOTS, slot_offsets, views_in_slot
+from ringprof.strategies.transport.copy_engine import SLOTS, views_in_slot
 from ringprof.strategies.transport.hosts import Hosts
-from ringprof.strategies.transport.message import Message, Shapes, shapes_of
+from ringprof.strategies.transport.message import Message, MessageLayout
 from ringprof.strategies.transport.ring_channel import Channel, Connect, Hop, RankGroup
 
 KNOWN_KERNELS = ("cudnn", "flash-attn-3", "flash-attn-4", "flash-attn", "torch-flash", "cpu-flash", "reference")
@@ -205,7 +205,7 @@ class RecordingTransport:
         own_name = f"{channel.channel}:{','.join(map(str, channel.ranks))}"
         self.communicator: str = own_name if shares is None else shares.communicator
         self.slots: _ReceiveSlots | None = None
-        self.free_slot: Callable[[Shapes], list[Tensor]] | None = None
+        self.free_slot: Callable[[MessageLayout], list[Tensor]] | None = None
         if comm.hops == "copy" and len(per_host_counts) == 1 and not keeps:
             # Two members have one ring of copies for all channels, as in
             # `ringprof.strategies.transport.copy_engine.copy_ring`.
@@ -225,7 +225,7 @@ class RecordingTransport:
             operation, buffers = "send_recv", [self._like(x) for x in message.buffers]
         else:
             self.slots.number += 1
-            operation, buffers = "copy", self.slots.last(shapes_of(message.buffers))
+            operation, buffers = "copy", self.slots.last(message.layout)
         received = message.with_buffers(buffers)
         ring.meter.add(ring.channel, operation, ring.link, message.size_bytes)
         sizes = [buffer.nbytes for buffer in message.buffers]
@@ -274,22 +274,22 @@ class _ReceiveSlots:
         """Create empty slots; ``network.slots`` maps their memory to them."""
         self._owners, self._recorder, self.number = network.slots, network.recorder, 0
         self._memory = torch.empty(0, dtype=torch.uint8, device="meta")
-        self._views: dict[tuple[Shapes, int], tuple[list[Tensor], int]] = {}
+        self._views: dict[tuple[MessageLayout, int], tuple[list[Tensor], int]] = {}
 
-    def last(self, shapes: Shapes) -> list[Tensor]:
-        """Return the slot of the last counted hop; reallocate all slots if they are too small."""
-        size = slot_offsets(shapes)[1]
+    def last(self, layout: MessageLayout) -> list[Tensor]:
+        """Return the buffers in the slot of the last counted hop; reallocate all slots if they are too small."""
+        size = layout.slot_bytes
         if self._memory.numel() < SLOTS * size:
             self._memory = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
             self._owners[_storage_key(self._memory)] = self
             self._views.clear()
-        key = shapes, self.number % SLOTS
+        key = layout, self.number % SLOTS
         if key in self._views:
             views, calls = self._views[key]
             self._recorder.repeated(calls)
         else:
             calls = self._recorder.calls
-            views = views_in_slot(self._memory, self._memory.numel() // SLOTS, shapes, self.number % SLOTS)
+            views, *_ = views_in_slot(self._memory, self._memory.numel() // SLOTS, layout, self.number % SLOTS)
             self._views[key] = views, self._recorder.calls - calls
         return list(views)
 

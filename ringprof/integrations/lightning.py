@@ -12,18 +12,15 @@ callbacks work with both packages, ``lightning`` and ``pytorch_lightning``.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ringprof.ranks.process_group import GroupRanks
-from ringprof.strategies import Unsupported
+from ringprof.integrations.batches import compare_batch
 from ringprof.strategies.base import Strategy
 from ringprof.training.api import monitor, prove
 
@@ -88,16 +85,6 @@ class ProveCallback(_AroundTraining):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Compare the first batch of the ranks of a group."""
-        if self._compared:
-            return
-        self._compared, strategy = True, self._strategy or pl_module.strategy
-        ranks = GroupRanks(strategy.comm.group)
-        checksum = 0
-        for leaf in tree_leaves(batch):
-            data = leaf.detach().cpu().float().numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode()
-            checksum = zlib.crc32(data, checksum)
-        if len(set(ranks.gather_bytes(str(checksum).encode()))) > 1:
-            raise Unsupported(
-                "the ranks of a context-parallel group got different batches: pass Trainer(use_distributed_sampler="
-                "False) and a data loader that gives every rank of the group the same batch"
-            )
+        if not self._compared:
+            self._compared = True
+            compare_batch(self._strategy or pl_module.strategy, tree_leaves(batch))

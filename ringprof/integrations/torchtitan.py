@@ -21,7 +21,7 @@ from torchtitan.components import validate
 from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
 
-from ringprof.integrations.batches import documents_of
+from ringprof.integrations.batches import check_batch, documents_of
 from ringprof.strategies import Unsupported, create
 from ringprof.strategies.base import Strategy
 
@@ -110,9 +110,10 @@ def shard_inputs(
 
     ``inputs``, ``labels`` and ``extra_kwargs["positions"]`` are (B, S) and become (B, S/N). Documents begin where
     positions restart; they go into ``attention_masks``, None for one document. Raises `Unsupported` for batch entries
-    that pack different documents.
+    that pack different documents, and where the ranks' batches differ (compared now and then).
     """
     positions = extra_kwargs["positions"]
+    check_batch(strategy, (inputs, labels, positions))
     documents = documents_of({}, positions, inputs.shape[1])
     inputs, labels, positions = (strategy.shard(x, documents=documents) for x in (inputs, labels, positions))
     masks = None

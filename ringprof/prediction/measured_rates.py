@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from ringprof.iteration.resolve import torch_dtype
 from ringprof.proof.dense import draw_inputs, whole_block
+from ringprof.strategies.kernels.proof import Case, blocks_of, first_problem
 from ringprof.strategies.kernels.registry import KERNELS, reason_against
 from ringprof.workload.documents import document_lengths
 from ringprof.workload.workload import Workload
@@ -66,9 +67,12 @@ def kernel_rates(
 
 
 def _measure_rate(name: str, mask: str, workload: Workload, softcap: float, device: torch.device) -> KernelRate:
-    needs = {"windows": workload.mask().windowed, "softcap": bool(softcap)}
-    reason = reason_against(KERNELS[name], device, torch_dtype(workload), workload.head_dim, **needs)
-    if reason:
+    mask_of, dtype, size = workload.mask(), torch_dtype(workload), workload.head_dim
+    group, kv_heads = workload.heads // workload.kv_heads, workload.kv_heads
+    wanted = Case("", dtype, size, size, group, softcap, shape=(workload.batch, kv_heads))
+    blocks = blocks_of(causal=workload.causal, several_ranks=False, **mask_of.asks_of_kernels())
+    reason = reason_against(KERNELS[name], device, dtype, size, windows=mask_of.windowed, softcap=bool(softcap))
+    if reason := reason or first_problem(KERNELS[name], wanted, blocks, device):
         return KernelRate(name, mask, reason=reason)
     try:
         forward_ns, backward_ns = _median_times(KERNELS[name](softcap=softcap), workload, device)

@@ -88,18 +88,18 @@ def _known_mistakes(run: ModelRun, check: ModelCheck) -> Iterator[tuple[str, _Ou
     with suppress(TypeError, ValueError):
         parameters = dict(inspect.signature(whole.model.forward).parameters)
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor | None) -> _Outputs | None:
+    def calls(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor | None) -> Iterator[_Outputs | None]:
         if "attention_mask" in parameters and kwargs.get("attention_mask") is None:
             # transformers takes a jump of the positions for the border of a document where there is no mask.
             shape = run.reference.shape if tokens is not None else run.parallel.shape
             mask = torch.ones(shape, dtype=torch.int64, device=whole.ids.device)
-            if (outputs := _call(run, args, kwargs | {"attention_mask": mask}, tokens, name_of_first)) is not None:
-                return outputs
-        return _call(run, args, kwargs, tokens, name_of_first)
+            yield _call(run, args, kwargs | {"attention_mask": mask}, tokens, name_of_first)
+        yield _call(run, args, kwargs, tokens, name_of_first)
 
     alone = "the output equals the reference on each rank's own tokens alone: context parallelism is silently off"
     if run.ranks.size > 1:
-        yield alone, call(run.parallel.args, run.parallel.kwargs, None)
+        for outputs in calls(run.parallel.args, run.parallel.kwargs, None):
+            yield alone, outputs
 
         def shard(value: Any) -> Any:
             if (
@@ -113,16 +113,15 @@ def _known_mistakes(run: ModelRun, check: ModelCheck) -> Iterator[tuple[str, _Ou
             return full[tokens.to(full.device)].view(*run.parallel.shape, *full.shape[1:])
 
         kwargs = {name: shard(value) for name, value in whole.kwargs.items()}
-        yield alone, call(tuple(map(shard, whole.args)), kwargs, None)
+        for outputs in calls(tuple(map(shard, whole.args)), kwargs, None):
+            yield alone, outputs
     for name in (name for name in parameters if "pos" in name):
         for meaning, numbers in _wrong_positions(run):
             present = whole.kwargs.get(name)
             ids = numbers.view(rows, seq).to(whole.ids.device)
             ids = ids[0] if isinstance(present, Tensor) and present.dim() == 1 else ids
-            yield (
-                f"the output equals the reference with {meaning} as {name}",
-                call(whole.args, whole.kwargs | {name: ids}, tokens),
-            )
+            for outputs in calls(whole.args, whole.kwargs | {name: ids}, tokens):
+                yield f"the output equals the reference with {meaning} as {name}", outputs
     for name, value in whole.kwargs.items():
         optional = parameters.get(name) is None or parameters[name].default is not inspect.Parameter.empty
         if isinstance(value, Tensor) and value is not whole.ids and optional:

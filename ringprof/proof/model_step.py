@@ -86,8 +86,11 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the first tensor argument with a row per sequence: (rows, tokens, ...). Raises `UsageError`."""
-    for value in (*args, *kwargs.values()):
+    """Return ``input_ids``, or else the first tensor argument with a row per sequence: (rows, tokens, ...).
+
+    Raises `UsageError` where there is none.
+    """
+    for value in (kwargs.get("input_ids"), *args, *kwargs.values()):
         if isinstance(value, Tensor) and value.dim() >= 2:
             return value
     raise UsageError("the model is called without a tensor of (rows, tokens): nothing says which tokens a rank holds")

@@ -59,6 +59,7 @@ from ringprof.ranks.process_group import GroupRanks
 from ringprof.ranks.progress import Reporter, SilentReporter
 from ringprof.ranks.rank_errors import error_line
 from ringprof.strategies import Unsupported
+from ringprof.strategies.kernels.proof import Case, blocks_of, choose_proven
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import choose_kernel
 from ringprof.workload.workload import Workload
@@ -360,8 +361,13 @@ class _Calls:
             if problem.text:
                 return _CallResult(call, {}, [f"on rank {rank} {problem.text}"])
         try:
-            requirements: Any = workload.mask().asks_of_kernels()
-            kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **requirements)()
+            device, dtype, size = full.q.device, full.q.dtype, workload.head_dim
+            needs: Any = workload.mask().asks_of_kernels()
+            wanted = Case("", dtype, size, full.v.shape[-1], workload.heads // workload.kv_heads)
+            kernel = choose_proven(
+                lambda refused: choose_kernel("auto", device, dtype, size, refused=refused, **needs), (), wanted,
+                blocks_of(causal=workload.causal, several_ranks=False, **needs), device,
+            )()  # fmt: skip
         except Unsupported:
             # With an exact kernel, only the rounding of the result is allowed for.
             kernel = ReferenceKernel()

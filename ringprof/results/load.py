@@ -19,7 +19,7 @@ from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet
 from ringprof.trace.formats import REDUCED, format_at, is_newest_reduced, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
-from ringprof.trace.ranks import json_bytes, read_traces
+from ringprof.trace.ranks import checked_traces, json_bytes, read_traces
 
 if TYPE_CHECKING:
     from ringprof.printed.benchmarks.logs import BenchmarkLogs
@@ -116,7 +116,8 @@ def parse_any(
     if kind == "text":
         return load_text(data, name, **printed)
     trace = parse_bytes(data, name, MemoryBudget(reading.limits()))
-    return Analysis(explain_traces([trace], None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
+    traces = checked_traces([trace])
+    return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 
 
 def load_text(

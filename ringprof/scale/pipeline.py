@@ -54,7 +54,7 @@ from ringprof.scale import stages
 from ringprof.scale.collective_index import CollectiveExtract, CollectiveIndex
 from ringprof.scale.store import DiskStore, MemoryStore, RankStore
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet, Workers, ignore_progress
-from ringprof.trace.columns import Trace
+from ringprof.trace.columns import Notice, Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 
 _TILE = 16
@@ -218,7 +218,8 @@ class _Pipeline(msgspec.Struct, dict=True):
             tiles = [msgspec.structs.replace(tile, absent=extract) for tile, extract in zip(tiles, absent, strict=True)]
         # For each rank with copy-engine hops: these hops and those of its peers.
         hops = {rank: explained_rank.copies for rank, explained_rank in explained.items() if explained_rank.copies}
-        copies = peers_of_ranks(name_receivers(hops, self.context.hosts, self.info.world_size))
+        named_hops = name_receivers(hops, self.context.hosts, self.info.world_size)
+        copies = peers_of_ranks(named_hops)
         tiles = [
             msgspec.structs.replace(tile, copies={rank: copies[rank] for rank in tile.ranks if rank in copies})
             for tile in tiles
@@ -233,6 +234,12 @@ class _Pipeline(msgspec.Struct, dict=True):
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += communicators.warnings()
+        nameless = sum(hop.receiver is None for rank_hops in named_hops.values() for hop in rank_hops)
+        if nameless and len(named_hops) > 1 and not self.context.uses_copy_engine:
+            message = (
+                f"{nameless} copied hops do not tell which rank they write to: time blocked on a peer counts as idle"
+            )
+            warnings.append(Notice("copy_targets_unknown", message, count=nameless))
         rank_warnings = [*self.info.warnings]
         rank_warnings += (warning for explained_rank in explained.values() for warning in explained_rank.warnings)
         run = self.context.run()

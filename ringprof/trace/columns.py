@@ -27,6 +27,9 @@ NONE = -1
 """Value of an integer column that means "not given"."""
 
 
+PAGE_MIGRATION = "Page migration"
+"""Start of the names of copies that CUDA makes of managed memory when it is touched; no call launches them."""
+
 NOTES = frozenset(
     {"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends", "host_events_not_kept"}
 )
@@ -63,7 +66,8 @@ class Activities(msgspec.Struct, frozen=True):
     device: Int32
     stream: Int32
     correlation: Int64
-    """Number that an activity shares with its launch; `NONE` where the trace gives none (CUDA graphs)."""
+    """Number that an activity shares with its launch. `NONE`, or 0 on several, where the writer knows no launch: some
+    versions of ROCm give 0 to all RCCL kernels."""
     external_id: Int64
     """Number that an activity shares with the CPU operator that caused it; `NONE` where absent."""
     size_bytes: Int64
@@ -74,6 +78,13 @@ class Activities(msgspec.Struct, frozen=True):
     """CUDA graph node, or `NONE`."""
     target_device: Int32
     """Device that a peer-to-peer copy writes to, in the numbering of its own process; `NONE` where not given."""
+
+    def busy_ns(self, rows: Int64 | None = None) -> dict[int, int]:
+        """Sum the durations of the activities (of those in ``rows``) by device, in the order of devices."""
+        device, time_ns = self.device, self.end_ns - self.start_ns
+        if rows is not None:
+            device, time_ns = device[rows], time_ns[rows]
+        return {number: int(time_ns[device == number].sum()) for number in distinct(device).tolist()}
 
 
 class Launches(msgspec.Struct, frozen=True):
@@ -234,6 +245,12 @@ def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDA
     return (end > 0) & (sorted_others[end - 1] == values) if len(sorted_others) else np.zeros(len(values), np.bool_)
 
 
+def has_launch_id(correlations: Int64) -> npt.NDArray[np.bool_]:
+    """Mark the activities that name their launch; a 0 that several share names none."""
+    named: npt.NDArray[np.bool_] = correlations != NONE
+    return named & (correlations != 0) if np.count_nonzero(correlations == 0) > 1 else named
+
+
 def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
     """Find the launch of each activity: the index in ``launch_correlations`` of each of ``correlations``, or `NONE`."""
     if not len(launch_correlations):
@@ -243,7 +260,9 @@ def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
         np.searchsorted(launch_correlations, correlations, sorter=order), len(launch_correlations) - 1
     )
     row = order[position]
-    return np.where((launch_correlations[row] == correlations) & (correlations != NONE), row, NONE).astype(np.int64)
+    return np.where((launch_correlations[row] == correlations) & has_launch_id(correlations), row, NONE).astype(
+        np.int64
+    )
 
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
@@ -291,6 +310,8 @@ class Trace(msgspec.Struct, frozen=True):
     """Global ranks by process group name, from ``distributedInfo``."""
     base_ns: int = 0
     """``baseTimeNanoseconds`` of the file (already added to every time); 0 where absent."""
+    producer: str = "torch"
+    """Program that wrote the trace: a key of `ringprof.analysis.findings.producers.PRODUCERS`."""
     events_total: int = 0
     events_skipped: int = 0
     """Number of events that could not be read."""

@@ -34,6 +34,8 @@ class Format(msgspec.Struct, frozen=True):
 
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"
+NCCL_PROFILER = b'"cat": "GROUP"'
+"""Text in the traces of NCCL's example profiler plugin."""
 _KINETO_MARKS = (b'"traceEvents"', b'"deviceProperties"', b'"baseTimeNanoseconds"', b'"distributedInfo"')
 
 
@@ -42,7 +44,7 @@ def _is_kineto(head: bytes) -> bool:
 
     A log that quotes a trace does not begin with a bracket. A trace whose first byte is damaged still has the fields.
     """
-    bare_list = head.removeprefix(UTF8_MARK).lstrip()[:1] == b"[" and b'"ph"' in head
+    bare_list = head.removeprefix(UTF8_MARK).lstrip()[:1] == b"[" and b'"ph"' in head and NCCL_PROFILER not in head
     return bare_list or any(mark in head for mark in _KINETO_MARKS)
 
 
@@ -53,7 +55,8 @@ def _read_nsys(path: str, budget: MemoryBudget) -> list[Trace]:
 
 
 NSYS = Format(
-    name="an Nsight Systems export", suffixes=(".sqlite",), sniff=lambda head: head.startswith(_SQLITE_MAGIC),
+    name="an Nsight Systems export", suffixes=(".sqlite", ".sqlite.gz", ".sqlite.zst"),
+    sniff=lambda head: head.startswith(_SQLITE_MAGIC),
     read=_read_nsys, one_rank=False,
 )  # fmt: skip
 REDUCED = Format(

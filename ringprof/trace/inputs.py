@@ -15,7 +15,7 @@ import msgspec
 from ringprof.common.decoding import decode_json
 from ringprof.common.files import exists, files_in, folders_in, is_file, is_folder, is_url, leading_out, within
 from ringprof.errors import InputError, TraceFormatError, nearest
-from ringprof.trace.formats import FORMATS, KINETO, REDUCED, XLA, Format, format_of
+from ringprof.trace.formats import FORMATS, KINETO, NCCL_PROFILER, REDUCED, XLA, Format, format_of
 from ringprof.trace.kineto.byte_source import HEAD_BYTES, first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK
 from ringprof.trace.one_run import rank_in_name
@@ -265,6 +265,11 @@ _UNSUPPORTED_SUFFIXES = {
 _UNSUPPORTED_JSON = (
     (b'"CudaEvent"', _NSIGHT),
     (b'"rocprofiler-sdk-tool"', "rocprofv3's JSON, which is not read: record with torch.profiler"),
+    (
+        NCCL_PROFILER,
+        "a trace of NCCL's profiler plugin, which holds the host's events and no kernels: give the files of NCCL "
+        "Inspector, or a trace of torch.profiler or Nsight Systems",
+    ),
     (b'"nodes"', "a graph of operators, with no times of a device: give the profiler's trace of the same run"),
     (b"speedscope.app", "a CPU profile, with nothing of a GPU: give a Kineto trace"),
 )

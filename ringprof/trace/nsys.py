@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.common.limits import MemoryBudget
+from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.trace.checks import LARGEST_NS, overlap_warnings, validate_trace
 from ringprof.trace.columns import (
@@ -32,6 +33,7 @@ from ringprof.trace.columns import (
     MEMSET,
     NONE,
     OPERATOR,
+    PAGE_MIGRATION,
     RANGE,
     RUNTIME_CALL,
     TABLES,
@@ -45,6 +47,7 @@ from ringprof.trace.columns import (
     table_of,
 )
 from ringprof.trace.host_events import rows_in_idle
+from ringprof.trace.kineto.byte_source import ByteSource, is_compressed
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_text, take_analysis
 from ringprof.trace.nccl_payloads import (
     LONGEST_PAYLOAD,
@@ -73,6 +76,7 @@ _ACTIVITY = {
 _COPY_NAMES = {
     1: "Memcpy HtoD", 2: "Memcpy DtoH", 3: "Memcpy HtoA", 4: "Memcpy AtoH", 5: "Memcpy AtoA", 6: "Memcpy AtoD",
     7: "Memcpy DtoA", 8: "Memcpy DtoD", 9: "Memcpy HtoH", 10: "Memcpy PtoP",
+    11: f"{PAGE_MIGRATION} to the device", 12: f"{PAGE_MIGRATION} to the host",
 }  # fmt: skip
 # A globalTid is the process number followed by 24 bits for the thread.
 _THREAD_BITS = 24
@@ -97,7 +101,9 @@ _Rows = dict[str, Int64]
 
 
 def read_nsys(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> list[Trace]:
-    """Read an export. Returns one trace per process, in the order of ranks if the export tells it, else of devices.
+    """Read an export, plain or compressed with gzip or zstd.
+
+    Returns one trace per process, in the order of ranks if the export tells it, else of devices.
 
     Raises `InputError` if the file cannot be opened, `TraceFormatError` if it is not an export of Nsight Systems or
     holds no GPU activity.
@@ -106,19 +112,41 @@ def read_nsys(path: str | os.PathLike[str], budget: MemoryBudget | None = None) 
     file = Path(name)
     if not file.is_file():
         raise InputError(f"{name}: no such file")
-    with file.open("rb") as stream:
-        if stream.read(4).startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
-            raise InputError(f"{name}: a compressed SQLite file: unpack it first (gunzip, zstd -d)")
     for journal in (Path(f"{name}-wal"), Path(f"{name}-journal")):
         if journal.is_file() and journal.stat().st_size:
             raise InputError(f"{name}: changes to it wait in {journal.name}: let the program that writes it end first")
+    budget = budget or MemoryBudget()
+    with file.open("rb") as stream:
+        compressed = is_compressed(stream.read(4))
+    folder = scratch_folder("nsys") if compressed else None
     try:
+        if folder is not None:
+            file = folder / "expanded.sqlite"
+            _expand(name, file, budget.limits.expanded_bytes)
         # Open the file read-only, without even a journal next to it.
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-            export = _Export(name, connection, file.stat().st_size, budget or MemoryBudget())
-            return [take_analysis(validate_trace(trace), export.budget) for trace in _traces(export)]
+            export = _Export(name, connection, file.stat().st_size, budget)
+            return [take_analysis(validate_trace(trace), budget) for trace in _traces(export)]
     except (sqlite3.Error, OverflowError) as error:
         raise TraceFormatError(f"{name}: damaged SQLite file ({error}): export it again") from None
+    finally:
+        if folder is not None:
+            remove(folder)
+
+
+def _expand(name: str, file: Path, limit_bytes: int) -> None:
+    """Write the content of the compressed export ``name`` to a file.
+
+    Raises `InputError` beyond the limit and where the disk is full, `TraceFormatError` for damaged data.
+    """
+    source = ByteSource(name, name, limit_bytes)
+    try:
+        with file.open("wb") as expanded:
+            expanded.writelines(source)
+    except OSError as error:
+        raise InputError(f"{name}: cannot be expanded in the folder that TMPDIR names: {error.strerror}") from None
+    if source.damage:
+        raise TraceFormatError(f"{name}: {source.damage}: copy the file again")
 
 
 class _Export:
@@ -255,6 +283,7 @@ def _traces(export: _Export) -> list[Trace]:
             host=host,
             groups={},
             base_ns=base,
+            producer="nsys",
             events_total=export.total,
             events_skipped=export.skipped,
         )

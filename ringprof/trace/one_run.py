@@ -55,7 +55,10 @@ def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = 
         if all(checked[index].rank is None for index in reported):
             for rank, index in enumerate(reported):
                 checked[index] = msgspec.structs.replace(checked[index], rank=rank)
-            note = Notice("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
+            note = Notice(
+                "assumed_ranks",
+                "no trace names its rank: ranks are given in the order of the files, and in a file of its devices",
+            )
             checked[reported[0]] = _add_warnings(checked[reported[0]], note)
         for index, trace_facts in enumerate(checked):
             if trace_facts.rank is None:

@@ -15,11 +15,15 @@ from ringprof.errors import InputError
 from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.formats import format_at
 from ringprof.trace.kineto.byte_source import is_compressed
+from ringprof.trace.kineto.tracks import by_device
 from ringprof.trace.memory import take_trace
 from ringprof.trace.one_run import checked_facts, facts_of, rank_sort_key
 
 WORTH_A_PROCESS = 100 << 20
 """Total bytes of JSON from which reading in several processes is faster than in one."""
+
+_LEAST_SHARE = 0.01
+"""Share of the busiest device's time from which on a device counts as used."""
 
 COMPRESSION = 15
 """Typical ratio of the size of a trace to the size of its compressed file."""
@@ -43,14 +47,16 @@ def read_traces(
     """
     names = [os.fspath(path) for path in paths]
     if ranks is None and not in_folder:
-        return _checked([trace for traces in _read_all(read_file, names, jobs, limits) for trace in traces], left_out)
+        return checked_traces(
+            [trace for traces in _read_all(read_file, names, jobs, limits) for trace in traces], left_out
+        )
     results = _read_all(try_file, names, jobs, limits)
     problems = [result for result in results if isinstance(result, InputError)]
     fatal = [result for result in problems if isinstance(result, MemoryLimitError) or len(problems) == len(results)]
     if fatal:
         raise fatal[0]
     read = [(index, trace) for index, result in enumerate(results) if isinstance(result, list) for trace in result]
-    return _checked(
+    return checked_traces(
         [trace if ranks is None else msgspec.structs.replace(trace, rank=ranks[index]) for index, trace in read],
         [*left_out, *problems],
     )
@@ -69,8 +75,13 @@ def try_file(name: str, budget: MemoryBudget) -> list[Trace] | InputError:
         return error
 
 
-def _checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> list[Trace]:
-    """Return the traces sorted by rank, with ranks and warnings assigned; one warning lists the unreadable ones."""
+def checked_traces(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> list[Trace]:
+    """Return the traces sorted by rank, with ranks and warnings assigned; one warning lists the unreadable ones.
+
+    A single trace without a rank, of a process that drives several devices, becomes one trace per device.
+    """
+    if len(traces) == 1 and traces[0].rank is None and traces[0].world_size in (None, 1):
+        traces = by_device(traces[0], least_share=_LEAST_SHARE)
     facts = checked_facts([facts_of(trace) for trace in traces], problems)
     traces_per_file = Counter(trace.path for trace in traces if trace.rank is None)
     first_rank: dict[str, int] = {}

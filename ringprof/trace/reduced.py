@@ -75,6 +75,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     base_ns: int
     events_total: int
     events_skipped: int
+    producer: str = "torch"
     devices: Annotated[list[Device], msgspec.Meta(max_length=MOST_DEVICES)]
     warnings: Annotated[list[Notice], msgspec.Meta(max_length=_MOST_WARNINGS)]
     names: _Ragged
@@ -90,7 +91,8 @@ _MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records", "modules",
 """Tables that are stored only if they have rows. Older files never have them."""
 _COLUMNS_MAY_BE_MISSING = frozenset({"target_device", "batch", "m", "n", "k"})
 """Columns that older files lack; they are filled with `NONE`."""
-_METADATA = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
+_METADATA = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices",
+             "producer")  # fmt: skip
 
 
 def reduce_trace(trace: Trace) -> bytes:

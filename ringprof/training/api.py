@@ -163,7 +163,8 @@ def check_model(
     step on one process; every rank runs it. Neither may be random: switch dropout off.
 
     ``positions`` are those of this rank's tokens in the sequence, in local order; None: they are found from the values
-    of the first tensor (rows, tokens) that the model is called with. The model's calls are seen by module hooks.
+    of ``input_ids``, or else of the first tensor (rows, tokens) that the model is called with. The model's calls are
+    seen by module hooks.
 
     Raises `UsageError` for steps that cannot be compared and `MissingExtraError` without torch. Raises `RecordError`
     on every rank that can still act, if a step fails on some rank or returns ``time_limit`` seconds after the others.
@@ -247,13 +248,16 @@ def prove(
     first proof waits until its cost, estimated from the shapes, is 1 % of the time so far; then one is made every
     ``every`` steps. It takes q, k, v and the output's gradient of one call of a real batch, for one sequence and one kv
     head with its query heads; these take turns. Output and gradients are compared with dense attention over gathered
-    keys, with about ``memory_bytes`` of scores at a time. Bytes sent, the softmax weight on other ranks' keys, and
-    whether the ranks' positions (and the model's ``position_ids``) partition the sequence are recorded, too. Overhead
-    is capped at 1 %: the interval grows with the cost of the last proof on the slowest rank.
+    keys, with about ``memory_bytes`` of scores at a time. Recorded, too, are bytes sent, the softmax weight on other
+    ranks' keys, whether the ranks' positions (and the model's ``position_ids``) partition the sequence, and whether all
+    ranks sharded the same batch. Overhead is capped at 1 %: the interval grows with the cost of the last proof on the
+    slowest rank.
 
     The first rank of the group appends a line of JSON per proof to ``log``, with the SHA-256 of itself and of the line
-    before it. The logger ``ringprof.prove`` writes a sentence per proof, as a warning where something is wrong. A proof
-    that fails on a rank is such a warning, too: it never ends the loop, and no rank waits for another.
+    before it. The logger ``ringprof.prove`` writes a sentence per proof, as a warning where something is wrong; what
+    was not seen, such as the ``position_ids`` of a function, is named. A proof that fails on a rank is such a warning,
+    too: it never ends the loop, and no rank waits for another. A block without a proof ends with a warning that says
+    why.
 
     Raises `MissingExtraError` without torch and `UsageError` for arguments that no proof can have.
     """

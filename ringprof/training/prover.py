@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from ringprof.proof.dense import ERROR_FACTOR, SINGLE_FLOOR, gather_numbers, rel
 from ringprof.proof.on_ranks import record_sent
 from ringprof.proof.result import SentInCall
 from ringprof.ranks.process_group import GroupRanks
-from ringprof.strategies.base import Strategy
+from ringprof.strategies.base import Strategy, checksum, positions_in_documents
 from ringprof.strategies.kernels.reference import KeyStretches, capped
 from ringprof.strategies.kernels.uncompiled import uncompiled
 from ringprof.strategies.masks.layouts import LAYOUTS
@@ -86,6 +87,8 @@ class _Ready(msgspec.Struct, frozen=True):
     problem: str = ""
     key: str = ""
     backward: bool = False
+    batch: list[int] = []
+    """Checksums of the integer tensors that strategies sharded for the step, such as the whole batch's token IDs."""
 
 
 class _RankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +150,7 @@ class Prover(StepCounter):
         self._armed, self._problem = False, ""
         self._capture: _Capture | None = None
         self._position_ids: Tensor | None = None
+        self._batch: list[int] = []
         self._shapes: tuple[torch.Size, torch.Size, torch.Size, torch.device] | None = None
         """Shapes of q, k and v, and their device, in the last call."""
         self._cost, self._last_step_ns, self._step_ns = 0, time.perf_counter_ns(), list[int]()
@@ -164,14 +168,27 @@ class Prover(StepCounter):
         self._hook.remove()
         self._observing.close()
         self._capture = None
-        if not self.proofs and self.steps > (self._next or STEPS_BEFORE):
-            _log.warning("no proof in %d steps: no call of an attention was seen", self.steps)
+        if not self.proofs:
+            why = "no call of an attention was seen"
+            if self._shapes is not None:
+                why = f"the first was due after step {self._next}, when its cost is 1 % of the time"
+                why = why if self._next else f"the first is planned after step {min(self._every - 1, STEPS_BEFORE)}"
+                why = why if self.steps else "no optimizer took a step, and step() was not called"
+            _log.warning("no proof in %d steps: %s", self.steps, why)
 
     # --- capture ------------------------------------------------------------------------------
 
     def _observe(self, target: Strategy | nn.Module) -> None:
         """Observe the calls of a strategy, or of all strategies while the module's forward pass runs."""
-        original = Strategy.attention
+        original, shard = Strategy.attention, Strategy.shard
+
+        @uncompiled
+        def observed_shard(strategy: Strategy, x: Tensor, dim: int = 1, **options: Any) -> Tensor:
+            if self._armed and threading.current_thread() is threading.main_thread() and not x.is_floating_point():
+                begin = time.perf_counter_ns()
+                self._batch.append(checksum([x]))
+                self._cost += time.perf_counter_ns() - begin
+            return shard(strategy, x, dim, **options)
 
         @uncompiled
         def observed(strategy: Strategy, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -180,12 +197,14 @@ class Prover(StepCounter):
             return self._call(strategy, original.__get__(strategy), q, k, v, (), options)
 
         Strategy.attention = observed  # type: ignore[method-assign, assignment]
+        Strategy.shard = observed_shard  # type: ignore[method-assign, assignment]
         self._observing.callback(setattr, Strategy, "attention", original)
+        self._observing.callback(setattr, Strategy, "shard", shard)
         if isinstance(target, nn.Module):
 
             def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
                 self._inside += 1
-                ids = kwargs.get("position_ids")
+                ids = kwargs.get("position_ids", kwargs.get("positions"))
                 self._position_ids = ids if isinstance(ids, Tensor) and ids.dim() in (1, 2) else None
 
             def after(*_: Any) -> None:
@@ -279,7 +298,7 @@ class Prover(StepCounter):
             except Exception as error:  # a proof that fails must not end the training
                 _log.warning("step %d: the proof failed: %s: %s", self.steps, type(error).__name__, error)
                 self._next = self.steps + self.interval
-            self._capture, self._problem, self._armed = None, "", False
+            self._capture, self._problem, self._armed, self._batch = None, "", False, []
         else:
             self._step_ns = [*self._step_ns[-31:], begin - self._last_step_ns]
         self._calls_per_step, self._calls = self._calls, 0
@@ -326,6 +345,8 @@ class Prover(StepCounter):
         if problem is not None and not text:
             problem.backward = all(other.backward for other in by_rank)
             line |= self._compare(problem, ranks)
+            batches = [x.batch for x in by_rank]
+            line["batch"] = batches.count(batches[0]) == len(batches) if all(batches) else None
         ranks.finish()
         cost = self._cost + time.perf_counter_ns() - begin
         rows = gather_numbers([interval_for(cost, step_ns, self._every), cost], ranks)
@@ -366,7 +387,9 @@ class Prover(StepCounter):
             torch.empty(seq, dtype=torch.int64, device=device),
         )  # fmt: skip
         scalars = {name: options.get(name) for name in ("softmax_scale", "softcap", "row", "head")}
-        return _Ready("", f"{tuple(capture.q.shape)} {capture.q.dtype} {mask} {scalars}", backward), problem
+        return _Ready(
+            "", f"{tuple(capture.q.shape)} {capture.q.dtype} {mask} {scalars}", backward, self._batch
+        ), problem
 
     def _compare(self, problem: _Problem, ranks: GroupRanks) -> JsonObject:
         """Gather keys, compute dense attention of this rank's rows, and compare. Collective."""
@@ -522,8 +545,7 @@ def _partition(problem: _Problem) -> tuple[bool, bool | None]:
         return partition, None
     ids = ids.detach().view(-1, len(positions))
     ids = ids[problem.capture.options["row"] % len(ids)].to(positions)
-    starts = torch.tensor(problem.mask.documents or (0,), device=positions.device)
-    within = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+    within = positions_in_documents(positions, problem.mask.documents)
     return partition, torch.equal(ids, positions) or torch.equal(ids, within)
 
 
@@ -573,6 +595,10 @@ def _verdict(line: JsonObject) -> str:
         f"NOT EQUAL to dense attention: {off} on rank {worst['rank']}" if not line["equal"] else "",
         "" if line["partition"] else "the ranks' positions do not partition the sequence",
         "the model is called with other position_ids than its tokens have" if line["position_ids"] is False else "",
+        "the ranks have different batches" if line["batch"] is False else "",
         "nothing was sent" if len(line["ranks"]) > 1 and not any(x is None or x for x in line["sent_bytes"]) else "",
     ]
-    return "; ".join(filter(None, wrong)) or f"equal to dense attention over {line['seq']} tokens: {off}"
+    unchecked = {"position_ids": "the model's position_ids", "batch": "whether the ranks have the same batch"}
+    names = " and ".join(what for name, what in unchecked.items() if line[name] is None and len(line["ranks"]) > 1)
+    equal = f"equal to dense attention over {line['seq']} tokens: {off}{'; not seen: ' * bool(names)}{names}"
+    return "; ".join(filter(None, wrong)) or equal

@@ -1,6 +1,6 @@
 """Plant hand-written bugs one at a time, and list those that the nearest tests do not notice.
 
-``python scripts/mutants/by_hand.py`` takes both sets, `first_set` and `second_set`. Each bug goes into a copy of the
+``python scripts/mutants/by_hand.py`` takes all sets, `first_set` to `third_set`. Each bug goes into a copy of the
 checkout, and the test files nearest to the changed module run there, without tests that start processes. With
 ``--wide`` all test files that import the module or stand in its folder run, with the tests that start processes.
 """
@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 import first_set
 import second_set
+import third_set
 from fork import Watch, copy_checkout, in_fork, preload, run_pytest
 from rule import Rule
 from sample import ROOT
 
-SETS = {"first": first_set.RULES, "second": second_set.RULES}
+SETS = {"first": first_set.RULES, "second": second_set.RULES, "third": third_set.RULES}
 LIMIT_S = 600.0
 NEAREST = 3
 """Number of test files that run for each bug; with ``--wide`` all run that `tests_near` finds."""
@@ -128,7 +129,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="bugs such as second-7, or sets; default: both sets")
+    parser.add_argument("names", nargs="*", help="bugs such as second-7, or sets; default: all sets")
     parser.add_argument(
         "--wide", action="store_true", help="run all tests near the changed module, also those that start processes"
     )

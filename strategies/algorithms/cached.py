@@ -26,6 +26,7 @@ from ..kernels.uncompiled import uncompiled
 from ..masks.cache_layout import CacheLayout
 from ..masks.layouts import ALL, LAYOUTS, Block, part
 from ..transport.collectives import Collective
+from ..transport.passes import in_pass
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Cached(Strategy):
         return 0
 
     @uncompiled
+    @in_pass("forward")
     def attention(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
         kv_length: int | None = None, return_lse: bool = False, window_size: tuple[int, int] = (-1, -1),
@@ -152,9 +154,10 @@ class Cached(Strategy):
         layout = self.cache_layout(kv_length, new, chunks)
         self._check_cached_call(q, k, v, layout, new, mask, (scale, float(softcap), sinks is not None), inferred)
         call = AttentionCall(
-            self.kernel_for(q, **self._kernel_requirements(mask, softcap)), scale, causal, cache_layout=layout
-        )
-        self.comm.meter.phase = "forward"
+            self.kernel_for(
+                q, use=(q.shape[2], k.shape[2], v.shape[3], causal), **self._kernel_requirements(mask, softcap)
+            ), scale, causal, cache_layout=layout,
+        )  # fmt: skip
         out, lse = self.compute(call, mask, q, k, v, kv_length)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -213,6 +216,7 @@ class Cached(Strategy):
         Collective on the first call of a ``kind`` and where its ``lengths`` change. Raises `Unsupported` for a
         ``problem`` of this rank; where the ranks talk, on all of them.
         """
+        kind = self.comm.token, kind
         agreed = self._agreed.pop(kind, self)
         if agreed is self:
             self.comm.require_same_call(describe(), problem)

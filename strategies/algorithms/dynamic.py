@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import Unsupported
 from ..registry import create
 from ..transport.communicator import Communicator
-from ..transport.groups import process_group
+from ..transport.groups import SUBGROUP, process_group
 
 
 class Dynamic:
@@ -49,7 +49,7 @@ class Dynamic:
         if members not in self._strategies:
             group, global_ranks = self.comm.group, tuple(map(self.comm.global_rank, members))
             if members != tuple(range(self.comm.size)):
-                group = process_group("cp", global_ranks, self.comm.token, group)
+                group = process_group(SUBGROUP, global_ranks, self.comm.token, group)
             self._strategies[members] = self._create(group=group)
         return self._strategies[members]
 

@@ -123,7 +123,7 @@ class Megatron(Strategy):
             with ring_step("bwd", step, "merge"):
                 if block is not None and grads is not None:
                     dq.add(grads[0], block.q)
-                dkv = Message([incoming.dkv], unstacked)
+                dkv = Message([incoming.dkv], None, unstacked(incoming.dkv))
                 if step < last:
                     add_block_grads(dkv, grads and grads[1:], block.kv if block else ALL, first=step == 0)
                     part = "whole" if step + 1 < last else "dkv"

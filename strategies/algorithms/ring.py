@@ -27,7 +27,7 @@ from ..kernels.merge import accumulate, merge_into, zero_other_rows
 from ..masks.expected import contiguous_imbalance
 from ..masks.layouts import LAYOUTS, as_contiguous, part
 from ..transport.gradient_ring import GradientRing
-from ..transport.message import Message
+from ..transport.message import ALIGNED, Message
 from ..transport.ring_channel import AnyHop, HopRing
 
 RingWire = Literal["exact", "fp32", "input"]
@@ -77,7 +77,8 @@ class Ring(Strategy):
     def _writes_messages(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether the kernel can write dK and dV where they are sent from, and nothing overlaps their hop."""
         writes = call.kernel.writes_into and call.sharded_mask is None and k.shape == v.shape and q.is_contiguous()
-        return writes and self._has_own_loops and not self.overlaps_last_hop(k)
+        # Other ranks may decide otherwise by their kernel and strides, and send messages of the same layout: a pair.
+        return writes and not k.nbytes % ALIGNED and self._has_own_loops and not self.overlaps_last_hop(k)
 
     @cached_property
     def _has_own_loops(self) -> bool:
@@ -125,10 +126,11 @@ class Ring(Strategy):
             block_dq, (block_dk, block_dv) = torch.empty_like(q), sent.unbind(0)
             with ring_step("bwd", 1, "block"):
                 call.backward_into((block_dq, block_dk, block_dv), rows, q, k, v, block)
+        layout = arrived.layout
         del arrived, k, v
         with ring_step("bwd", 1, "merge"):
             zero_other_rows(sent, slice(0, 0) if block is None else block.kv)
-        hop = self.dkv_ring.post(Message([sent]))
+        hop = self.dkv_ring.post(Message([sent], layout))
         if block is not None:
             with ring_step("bwd", 1, "merge"):
                 accumulate(part(dq, block.q), part(block_dq, block.q))

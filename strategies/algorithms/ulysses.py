@@ -26,6 +26,7 @@ from ..first_order import first_order
 from ..kernels.kernel import Gradients
 from ..masks.layouts import LAYOUTS, Layout
 from ..transport.collectives import Collective
+from ..transport.passes import in_pass
 from ..transport.ring_channel import Hop
 
 
@@ -128,16 +129,15 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.to_heads = exchange, to_heads
+        ctx.exchange, ctx.comm, ctx.to_heads = exchange, exchange.channel.comm, to_heads
         ctx.types = [tensor.dtype for tensor in tensors]
-        exchange.meter.phase = "forward"
         return tuple(exchange.all_to_all(list(tensors), to_heads=to_heads))
 
     @staticmethod
     @first_order
+    @in_pass("backward")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
-        exchange.meter.phase = "backward"
         if ctx.to_heads:
             gradients = tuple(g.to(wire_type(exchange.grad_wire, g)) for g in gradients)
         exchanged = exchange.all_to_all(list(gradients), to_heads=not ctx.to_heads)

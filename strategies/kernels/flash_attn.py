@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..masks.mask_blocks import Batch, Lengths
 from .kernel import Gradients, allocate_adjacent
@@ -24,6 +23,7 @@ class FlashAttnKernel(VarlenKernel):
     takes_windows = True
     takes_softcap = True
     most_head_dim = 256
+    packages = ("flash_attn", "flash_attn_2_cuda")
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -31,10 +31,6 @@ class FlashAttnKernel(VarlenKernel):
             return "needs a CUDA device"
         advice = "pip install '.[flash]' in a clone of ringprof"
         return None if find_spec("flash_attn") else f"needs the flash-attn package: {advice}"
-
-    @classmethod
-    def build_takes_softcap(cls, device: torch.device) -> bool:
-        return _takes_softcap(device)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn().fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, self.softcap, False, None)
@@ -76,21 +72,6 @@ class FlashAttnKernel(VarlenKernel):
             window_size_right=batch.right, softcap=self.softcap, alibi_slopes=None, deterministic=self.deterministic,
         )  # fmt: skip
         return dq, dk, dv
-
-
-@cache
-def _takes_softcap(device: torch.device) -> bool:
-    """Return whether a call of one token with a softcap succeeds.
-
-    FLASHATTENTION_DISABLE_SOFTCAP leaves no trace in the package, and versions before 2.6 have no such argument.
-    """
-    with _disable_current_modes():  # a dry run's would record the call
-        q = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16, device=device)
-        try:
-            FlashAttnKernel(softcap=1.0)._forward(q, q, q, 1.0, False)
-        except (RuntimeError, TypeError):
-            return False
-    return True
 
 
 @cache

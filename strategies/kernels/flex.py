@@ -46,6 +46,7 @@ class FlexKernel(Kernel):
     takes_windows = True
     takes_softcap = True
     varlen = True
+    compiles_by_heads = True
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     head_dim_step = 1

@@ -55,6 +55,10 @@ class Kernel(ABC):
 
     Otherwise, kv heads are repeated and gradients summed.
     """
+    packages: ClassVar[tuple[str, ...]] = ("torch.lib",)
+    """Importable names of the packages whose files the results depend on."""
+    compiles_by_heads = False
+    """Whether the kernel is compiled on a GPU for each batch and number of heads."""
 
     def __init__(self, *, deterministic: bool = False, softcap: float = 0.0) -> None:
         if softcap and not self.takes_softcap:
@@ -62,11 +66,6 @@ class Kernel(ABC):
         self.deterministic, self.softcap = deterministic, softcap
         self.flops = 0
         self.calls = {"forward": 0, "backward": 0}
-
-    @classmethod
-    def build_takes_softcap(cls, device: torch.device) -> bool:
-        """Return whether the installed build of the kernel computes a softcap; asked only if it ``takes_softcap``."""
-        return cls.takes_softcap
 
     dtypes: ClassVar[tuple[torch.dtype, ...] | None] = (torch.bfloat16, torch.float16)
     """Supported data types; None: any."""

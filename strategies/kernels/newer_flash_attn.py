@@ -103,6 +103,7 @@ class FlashAttn3Kernel(_NewerFlashAttn):
     takes_softcap = "SOFTCAP" not in _DISABLED
     # A smaller head_dim is computed with the next larger size that was compiled.
     most_head_dim = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in _DISABLED), default=0)
+    packages = ("flash_attn_interface", "flash_attn_3", "flash_attn_config")
     dtypes = (torch.bfloat16,) if "FP16" in _DISABLED else (torch.bfloat16, torch.float16)
     _takes_192_and_128 = "HDIMDIFF192" not in _DISABLED
 
@@ -161,6 +162,7 @@ class FlashAttn4Kernel(_NewerFlashAttn):
     takes_windows = True
     takes_softcap = True
     most_head_dim = 256
+    packages = ("flash_attn.cute", "cutlass", "quack")
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:

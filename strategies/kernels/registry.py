@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -41,6 +42,7 @@ KERNELS: dict[str, type[Kernel]] = {
 _FLASH_ATTN_3_FASTEST_TO = 192
 """Largest head_dim of which flash-attn 3 is the fastest: on H200, its backward pass of 256 reaches 450 TFLOP/s, that of
 flash-attn 2 reaches 600."""
+NOTHING_REFUSED: Mapping[str, str] = MappingProxyType({})
 _LACKS = {
     "windows": "takes no sliding windows",
     "softcap": "takes no softcap",
@@ -51,12 +53,13 @@ _LACKS = {
 def choose_kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
     windows: bool = False, documents: bool = False, softcap: float = 0.0, among: Sequence[str] = (),
+    refused: Mapping[str, str] = NOTHING_REFUSED,
 ) -> type[Kernel]:  # fmt: skip
     """Return the kernel called ``name``; for ``auto``, the fastest that supports the device, type and head_dim.
 
     ``windows``: the kernel must support sliding windows. ``softcap``: above 0, the kernel must support it.
     ``documents``: prefer kernels that compute packed documents in one call; cuDNN builds a plan for every length.
-    ``among``: names of the kernels that may be chosen; empty: all.
+    ``among``: names of the kernels that may be chosen; empty: all. ``refused``: why kernels are not used, by name.
     Raises `UnknownName`, or `Unsupported` with the reason.
     """
     if name not in ("auto", *KERNELS):
@@ -69,7 +72,10 @@ def choose_kernel(
     allowed = [kernel for kernel in preferred if not among or kernel.name in among]
     candidates = [KERNELS[name]] if name != "auto" else allowed
     requirements = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
-    reasons = {kernel: reason_against(kernel, device, dtype, head_dim, **requirements) for kernel in candidates}
+    reasons = {
+        kernel: refused.get(kernel.name) or reason_against(kernel, device, dtype, head_dim, **requirements)
+        for kernel in candidates
+    }
     for kernel, reason in reasons.items():
         if reason is None:
             return kernel
@@ -106,7 +112,4 @@ def reason_against(
     for feature, required in wants.items():
         if required and not supported[feature]:
             return _LACKS[feature]
-    reason = kernel.why_unsupported(device, dtype, head_dim)
-    if reason is None and wants.get("softcap") and not kernel.build_takes_softcap(device):
-        return _LACKS["softcap"]
-    return reason
+    return kernel.why_unsupported(device, dtype, head_dim)

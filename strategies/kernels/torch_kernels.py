@@ -37,6 +37,7 @@ class CudnnKernel(Kernel):
     _plans = PlanCheck()
 
     most_head_dim = 128
+    packages = ("torch.lib", "nvidia.cudnn")
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:

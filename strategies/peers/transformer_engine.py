@@ -154,8 +154,7 @@ class TransformerEngineA2AP2P(_TransformerEngine):
         grid = Grid.of(size, resolved["ulysses_degree"], None, head_first=True)
         self.parameters["ulysses_degree"] = grid.ulysses_degree
         members = {"te_a2a": grid.ulysses_group(rank), "te_p2p": grid.ring(rank)}
-        channels = [self.comm.collective(channel, ranks) for channel, ranks in members.items()]
-        self._groups = [getattr(channel.transport, "group", None) for channel in channels]
+        self._channels = [self.comm.collective(channel, ranks) for channel, ranks in members.items()]
 
     @classmethod
     def with_placement(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
@@ -169,9 +168,10 @@ class TransformerEngineA2AP2P(_TransformerEngine):
 
     def _group(self) -> tuple[Any, str]:
         # A group of one rank has no process group, and the kind of communication is then one of the two.
-        if None not in self._groups:
-            return self._groups, self.COMM_TYPE
-        return self.comm.group, "a2a" if self._groups[1] is None else "p2p"
+        groups = [getattr(channel.transport, "group", None) for channel in self._channels]
+        if None not in groups:
+            return groups, self.COMM_TYPE
+        return self.comm.group, "a2a" if groups[1] is None else "p2p"
 
 
 def _why_heads_unsupported(shape: Shape, degree: int) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..transport.communicator import Communicator
+from ..transport.passes import in_pass
 from ..transport.ring_channel import Hop
 from .kernel import Carry, Inputs
 from .state_strategies import Documents, RecurrentStrategy, Result
@@ -39,6 +40,7 @@ class FlaContextParallel(RecurrentStrategy):
             raise Unsupported("fla/cp needs torch.distributed: start it with torchrun")
         self._context = lru_cache(maxsize=8)(self._build_context)
 
+    @in_pass("forward")
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None,
         initial: Tensor | None, final: bool, cu_seqlens: Documents,

@@ -36,6 +36,7 @@ from ..kernels.uncompiled import uncompiled
 from ..masks.layouts import LAYOUTS, Layout
 from ..transport.chain import Chain
 from ..transport.communicator import Communicator
+from ..transport.passes import Recoverable, in_pass
 from ..transport.ring_channel import Hop, HopRing
 from .kernel import (
     Carry,
@@ -93,7 +94,7 @@ class ComputeMeter:
         self.calls[phase] += 1
 
 
-class RecurrentStrategy(ABC):
+class RecurrentStrategy(Recoverable, ABC):
     """Strategy for recurrences over a sequence of S tokens, of which rank r of N holds the r-th S/N.
 
     Created by `create_recurrent`.
@@ -203,6 +204,7 @@ class RecurrentStrategy(ABC):
         return (result[0] + skipped, result[1]) if isinstance(result, tuple) else result + skipped
 
     @uncompiled
+    @in_pass("forward")
     def causal_conv1d(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cu_seqlens: Documents = None
     ) -> Tensor:
@@ -276,6 +278,7 @@ class RecurrentStrategy(ABC):
 
     # --- checks -------------------------------------------------------------------------------
 
+    @in_pass("forward")
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None,
         initial: Tensor | None, final: bool, cu_seqlens: Documents,
@@ -321,7 +324,6 @@ class RecurrentStrategy(ABC):
         initial: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Check that the tensors fit, and that all ranks make the same call. Raises `Unsupported`."""
-        self.comm.check_alive()
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         problem = why_not_tensors(*tensors) or (len(shapes) > 2 and _problem(*shapes, initial=initial))
         if problem:
@@ -461,7 +463,6 @@ class _Recurrence(torch.autograd.Function):
     def forward(
         ctx: Any, strategy: RecurrentStrategy, call: _Call, initial: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        strategy.comm.meter.phase = "forward"
         x, shard = Inputs.of(tensors, call.scale), call.shard
         known = initial[:, call.own] if initial is not None and call.first else None
         strategy.computed.add("forward", x, call.kernel)
@@ -480,15 +481,15 @@ class _Recurrence(torch.autograd.Function):
         )
         for hop in sent:
             hop.wait()
-        ctx.strategy, ctx.call, ctx.count = strategy, call, len(tensors)
+        ctx.strategy, ctx.comm, ctx.call, ctx.count = strategy, strategy.comm, call, len(tensors)
         ctx.save_for_backward(*tensors, carry.transition, *saved)
         return out, final
 
     @staticmethod
     @first_order
+    @in_pass("backward")
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         strategy, call = ctx.strategy, ctx.call
-        strategy.comm.meter.phase = "backward"
         # Read once: checkpoint refuses to compute the tensors again a second time.
         kept = ctx.saved_tensors
         tensors, (transition, *saved) = kept[: ctx.count], kept[ctx.count :]
@@ -519,14 +520,13 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rings: tuple[HopRing, HopRing], shard: Shard, reach: int, tail: Tensor) -> Tensor:
-        ctx.rings, ctx.shard, ctx.reach = rings, shard, reach
-        rings[0].meter.phase = "forward"
+        ctx.rings, ctx.comm, ctx.shard, ctx.reach = rings, rings[0].comm, shard, reach
         return _Halo._hop(rings[0], reach, tail, shard.receives)
 
     @staticmethod
     @first_order
+    @in_pass("backward")
     def backward(ctx: Any, dhalo: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.rings[1].meter.phase = "backward"
         if not ctx.shard.receives:
             dhalo = torch.zeros_like(dhalo)
         return None, None, None, _Halo._hop(ctx.rings[1], ctx.reach, dhalo, ctx.shard.sends)

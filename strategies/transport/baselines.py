@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.kernel import Gradients, Kernel, allocate_adjacent
 from ..kernels.merge import wide_type
 from ..masks.mask_blocks import MaskBlocks
-from .message import Message, Shapes
+from .message import Message, MessageLayout
 from .ring_channel import Channel, Hop
 
 _SLOTS = 2
@@ -180,7 +180,7 @@ class NoOpKernel(Kernel):
 class NullTransport:
     """A transport that sends nothing, counts nothing and has no process group: every member keeps its own data."""
 
-    free_slot: Callable[[Shapes], list[Tensor]] | None = None
+    free_slot: Callable[[MessageLayout], list[Tensor]] | None = None
 
     def __init__(self, *_: Any) -> None:
         self._gathered: dict[TensorView, list[Tensor]] = {}

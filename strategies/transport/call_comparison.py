@@ -30,9 +30,10 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..errors import PeerLost, Unsupported
 from .copy_engine import stop_copies
-from .groups import abort_channels, timeout
+from .groups import abort_channels, channel_groups, raise_if_stopped, timeout
 from .handshake import WARNED_AFTER_S
 
 _HASH_BITS = 31
@@ -70,24 +71,40 @@ def compares_calls(group: dist.ProcessGroup) -> bool:
 
 
 def compare_call(
-    group: dist.ProcessGroup, call: Mapping[str, Any], processes: Mapping[int, int | None], *, may_pass: bool = False
-) -> None:
+    group: dist.ProcessGroup, call: Mapping[str, Any], processes: Mapping[int, int | None], *, may_pass: bool = False,
+    hops: int = 0,
+) -> None:  # fmt: skip
     """Check that all ranks of ``group`` make the same ``call``: numbers, types, texts and tuples of integers.
 
     ``processes``: process ID by global rank, None where this rank cannot see the process. With ``may_pass``, a call
     with the documents of the one before may return before the ranks are known to agree, and a later one then raises the
-    error. Collective otherwise. Raises `Unsupported` on every rank where two calls differ, and `PeerLost` where a rank
-    does not come.
+    error. ``hops`` is a hash of this rank's hops before the call. Collective otherwise. Raises `Unsupported` on every
+    rank where two calls differ, and `PeerLost` where a rank does not come.
     """
     if group not in _comparisons:
         _comparisons[group] = CallComparison(group, processes, may_pass=may_pass)
-    _comparisons[group].check(group, call, may_pass=may_pass)
+    _comparisons[group].check(group, call, may_pass=may_pass, hops=hops)
 
 
 def raise_if_refused(group: dist.ProcessGroup) -> None:
     """Raise `Unsupported` if the ranks of ``group`` have made different calls, and this one has passed its own."""
     if (comparison := _comparisons.get(group)) is not None and comparison.refusal is not None:
         raise Unsupported(comparison.refusal)
+
+
+def forget_comparison(group: dist.ProcessGroup) -> None:
+    """Forget the calls of ``group`` and why they were refused: its next call with documents begins anew."""
+    _comparisons.pop(group, None)
+
+
+def wake_comparison(group_name: str) -> None:
+    """Let this rank look at `groups.stopped` where it waits in the store; ranks that wait in memory look by themselves.
+
+    Another thread calls it.
+    """
+    for comparison in list(_comparisons.values()):
+        if comparison.group_name == group_name:
+            comparison.wake()
 
 
 class CallComparison:
@@ -101,16 +118,8 @@ class CallComparison:
         self._processes = {rank: processes.get(rank) for rank in self._ranks}
         # A row of words per call, the number of each rank's last call, and of the call that is refused.
         self._numbers_from = _HISTORY * self._size
-        self._bytes = 8 * (self._numbers_from + self._size + 1)
-        own_file = os.memfd_create("ringprof") if hasattr(os, "memfd_create") and self._rank == 0 else None
-        if own_file is not None:
-            os.ftruncate(own_file, self._bytes)
-        token, file = _gather(group, (uuid.uuid4().hex, own_file))[0]
-        self._words = self._map(file)
-        if not all(_gather(group, self._words is not None)):
-            self._words = None
-        if own_file is not None:
-            os.close(own_file)
+        token, self._words = shared_words(group, self._processes, self._numbers_from + self._size + 1)
+        self.group_name = group.group_name
         self.refusal: str | None = None
         """Why no further call is possible; None while the ranks' calls are equal as far as this rank knows."""
         self._documents: Any = self  # no documents are equal to it
@@ -129,7 +138,7 @@ class CallComparison:
         if self._words is None or may_pass:
             self._connect_store(f"ringprof:calls:{token}", group)
 
-    def check(self, group: dist.ProcessGroup, call: Mapping[str, Any], *, may_pass: bool) -> None:
+    def check(self, group: dist.ProcessGroup, call: Mapping[str, Any], *, may_pass: bool, hops: int = 0) -> None:
         """Compare one call of ``group``, as `compare_call` does."""
         may_pass &= self._lets_pass
         kind = tuple(value for name, value in call.items() if name != "documents")
@@ -151,6 +160,8 @@ class CallComparison:
         if self._lost:
             raise PeerLost(self._lost)
         self._hash = _hash_after(self._hash, digest, () if passes else documents)
+        if hops and not passes:
+            self._hash, call = hash((self._hash, hops)), {**call, "hash of the hops before": hops}
         digest_bits = self._hash % (1 << _HASH_BITS)
         if self._words is not None:
             self._words[self._calls % _HISTORY * self._size + self._rank] = (
@@ -167,17 +178,6 @@ class CallComparison:
             raise Unsupported(difference(dict(zip(self._ranks, _gather(group, dict(call)), strict=True))))
         if may_pass:
             self._documents, self._kinds[kind] = documents, digest
-
-    def _map(self, file: int | None) -> Any:
-        """Return the words in the first rank's ``file``; None where this rank cannot share them."""
-        process = self._processes[self._ranks[0]]
-        if file is None or process is None:
-            return None
-        try:
-            with open(f"/proc/{process}/fd/{file}", "r+b") as shared:
-                return memoryview(mmap.mmap(shared.fileno(), self._bytes)).cast("Q")
-        except (OSError, ValueError):
-            return None
 
     def _row(self, number: int) -> list[int]:
         """Return every rank's word of the call of this number, or of the call `_HISTORY` before it."""
@@ -215,6 +215,7 @@ class CallComparison:
         while ranks := missing():
             if self.refusal is not None:
                 raise Unsupported(self.refusal)
+            raise_if_stopped(self.group_name)
             now = time.monotonic()
             if now > looked_at:
                 looked_at = now + 1
@@ -236,7 +237,7 @@ class CallComparison:
 
     def _connect_store(self, key: str, group: dist.ProcessGroup) -> None:
         """Connect this rank to the store, and start the thread that looks for ranks which wait. Collective."""
-        self._key, self._group_name = key, group.group_name
+        self._key = key
         store: Any = c10d._world.pg_map[c10d._get_default_group()][1]
         # Clients of their own: a request does not wait for the answer to another thread's.
         self._store, self._thread_store = store.clone(), store.clone()
@@ -247,11 +248,7 @@ class CallComparison:
         if self._rank == 0:
             self._store.set(f"{key}:refused", "0")
         _gather(group, True)
-        stopped = threading.Event()
-        thread = threading.Thread(target=_look_forever, args=(ref(self), stopped), name="ringprof-calls", daemon=True)
-        thread.start()
-        # At the latest when the interpreter exits: a thread must not be inside the store then.
-        finalize(self, _stop, thread, stopped)
+        look_regularly(self, "ringprof-calls")
 
     def _compare_in_store(self, summand: int) -> bool:
         """Add this rank's hash and a count of 1 to the sum in the store, and wait for the sum of all ranks."""
@@ -270,8 +267,16 @@ class CallComparison:
             raise PeerLost(f"a rank has ended or does not come: {_WAITED} ({error})") from error
         if not total:
             self._refused.wait(timeout().total_seconds())
+            raise_if_stopped(self.group_name)
             raise Unsupported(self.refusal or "the ranks make different calls")
         return bool(total % (1 << _COUNT_FROM) == self._size * summand)
+
+    def wake(self) -> None:
+        """End this rank's wait in the store."""
+        if self._words is None:
+            self._refused.set()
+            with suppress(RuntimeError):
+                self._thread_store.set(f"{self._key}:{self._waited[-1]}:sum", "0")
 
     def look(self) -> bool:
         """Look once whether a rank waits in a call that this rank has passed; return whether to look again.
@@ -303,8 +308,8 @@ class CallComparison:
         if self._words is None:
             store.set(f"{key}:{self._waited[-1]}:sum", "0")
         # Streams of this process may wait for what no rank sends.
-        stop_copies(self.refusal)
-        abort_channels(self._group_name)
+        stop_copies(self.refusal, channel_groups(self.group_name))
+        abort_channels(self.group_name)
         return False
 
     def _refused_in_store(self) -> int:
@@ -346,10 +351,24 @@ def _values(store: Any, keys: Sequence[str]) -> list[int]:
     return [int(x) for x in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 
 
-def _look_forever(comparison: ref[CallComparison], stopped: threading.Event) -> None:
-    """Look until told to stop, while the comparison and the store exist."""
+class _Looks(Protocol):
+    def look(self) -> bool:
+        """Look once; return whether to look again. Raises RuntimeError where the store has ended."""
+
+
+def look_regularly(looks: _Looks, name: str) -> None:
+    """Start a thread that looks every `INTERVAL_S`, for as long as the object exists and wants it."""
+    stopped = threading.Event()
+    thread = threading.Thread(target=_look_forever, args=(ref(looks), stopped), name=name, daemon=True)
+    thread.start()
+    # At the latest when the interpreter exits: a thread must not be inside the store then.
+    finalize(looks, _stop, thread, stopped)
+
+
+def _look_forever(looks: ref[_Looks], stopped: threading.Event) -> None:
+    """Look until told to stop, while the object and the store exist."""
     while not stopped.wait(INTERVAL_S):
-        if (present := comparison()) is None:
+        if (present := looks()) is None:
             return
         try:
             if not present.look():
@@ -401,6 +420,34 @@ def _shown(value: Any, values: Sequence[Any]) -> str:
     last = len(value) - 1
     bound = next((i for i in range(1, last) if any(other[i : i + 1] != value[i : i + 1] for other in values)), last)
     return f"{last} documents, of which number {bound} ends at {value[bound]}"
+
+
+def shared_words(group: dist.ProcessGroup, processes: Mapping[int, int | None], count: int) -> tuple[str, Any]:
+    """Return (token of this memory, ``count`` words of 64 bits that the ranks of ``group`` share). Collective.
+
+    The words are zero at first, and None where a rank cannot share them, as on another host.
+    """
+    own_file = os.memfd_create("ringprof") if hasattr(os, "memfd_create") and dist.get_rank(group) == 0 else None
+    if own_file is not None:
+        os.ftruncate(own_file, 8 * count)
+    token, file = _gather(group, (uuid.uuid4().hex, own_file))[0]
+    words = _map_words(processes[dist.get_process_group_ranks(group)[0]], file, count)
+    if not all(_gather(group, words is not None)):
+        words = None
+    if own_file is not None:
+        os.close(own_file)
+    return token, words
+
+
+def _map_words(process: int | None, file: int | None, count: int) -> Any:
+    """Return the words in a process's ``file``; None where this rank cannot share them."""
+    if file is None or process is None:
+        return None
+    try:
+        with open(f"/proc/{process}/fd/{file}", "r+b") as shared:
+            return memoryview(mmap.mmap(shared.fileno(), 8 * count)).cast("Q")
+    except (OSError, ValueError):
+        return None
 
 
 def _gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -9,7 +9,9 @@ and dry runs connect their channels by fakes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,10 @@ from .call_comparison import compare_call, compares_calls, raise_if_refused
 from .collectives import Collective
 from .copy_engine import can_copy
 from .handshake import check_same_call, perform_handshake, require_same_call
+from .hop_comparison import hash_of_hops
 from .hosts import Hosts
-from .ring_channel import Connect, HopRing, Meter
+from .passes import NO_PASS, GroupPasses, Pass, passes_of
+from .ring_channel import Channel, Connect, HopRing, Meter
 from .torch_transport import torch_transport
 
 HOPS = ("auto", "nccl", "copy")
@@ -57,6 +61,10 @@ class Communicator:
         self.can_copy = False
         """Whether ``auto`` may use copy engines: all ranks support them and can access each other's memory."""
         self.meter = Meter()
+        self.channels: list[ref[Channel]] = []
+        """Channels in the order in which they were made. They refer to this object, too."""
+        self.passes: GroupPasses | None = None
+        """The state of the group's passes; None where there is no other rank."""
         self.rank, self.size, self.token = 0, 1, ""
         self._ranks: Sequence[int] = [0]
         self.hosts = Hosts({0: 0})
@@ -76,6 +84,10 @@ class Communicator:
             self._ranks = dist.get_process_group_ranks(own_group)
             self._perform_handshake(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
             self.hosts = Hosts.from_arguments(world_size, ranks_per_host, hosts) or self.hosts
+            if self.size > 1:
+                self.passes = passes_of(own_group, self.token)
+                self._handshake_token = self.token
+                self._join_generation(self.passes.generation)
         elif problem is not None:
             raise problem
 
@@ -90,13 +102,36 @@ class Communicator:
     def check_alive(self) -> None:
         """Raise `Unsupported` where torch.distributed was shut down after this communicator was created.
 
-        Raises it also where an earlier call turned out to differ between the ranks.
+        Raises it also where an earlier call turned out to differ between the ranks, and `RankRaised` where a rank has
+        left a pass in the middle. Connects the channels anew where the ranks have recovered from that.
         """
         if self.group is None:
             return
         if dist.group.WORLD is not self._world:
             raise Unsupported("torch.distributed was shut down since this strategy was created: create it again")
         raise_if_refused(self.group)
+        if self.passes is not None:
+            self.passes.check()
+            if self.passes.generation != self._generation:
+                self._join_generation(self.passes.generation)
+
+    def _join_generation(self, generation: int) -> None:
+        """Connect all channels anew after the ranks have recovered so many times."""
+        self._generation, self.token = generation, f"{self._handshake_token}:{generation}"
+        self.channels = [channel for channel in self.channels if channel() is not None]
+        for reference in self.channels:
+            if (channel := reference()) is not None:
+                channel.connect()
+
+    def passing(self, phase: str) -> AbstractContextManager[None]:
+        """Return a context manager for one pass: ``forward`` (a call), ``backward``, or a ``step`` of several passes.
+
+        Where an exception leaves it, the group's other ranks raise, too (see `passes`). Raises as `check_alive`.
+        """
+        self.check_alive()
+        if phase != "step":
+            self.meter.phase = phase
+        return NO_PASS if self.passes is None else Pass(self.passes, phase, self.meter)
 
     def check_same_call(self, call: str) -> None:
         """Check that all ranks make the same ``call`` (see `handshake.check_same_call`).
@@ -104,6 +139,9 @@ class Communicator:
         The check is skipped while a CUDA graph is captured, because ranks cannot talk to each other then.
         """
         if self._can_talk():
+            if self.passes is not None:
+                self.passes.look()
+                self.passes.check()
             check_same_call(self.group, call)
 
     def require_same_call(self, call: str, problem: str | None) -> None:
@@ -126,7 +164,15 @@ class Communicator:
         Nothing is compared while a CUDA graph is captured.
         """
         if self._can_talk():
-            compare_call(self.group, call, self.processes, may_pass=may_pass)
+            compare_call(self.group, call, self.processes, may_pass=may_pass, hops=hash_of_hops(self.group))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Gather a small ``value`` of every rank, in rank order; this rank's alone where the ranks cannot talk."""
+        if not self._can_talk():
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def _can_talk(self) -> bool:
         """Return whether there are other ranks, and this one can exchange messages with them now."""

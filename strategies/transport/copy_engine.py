@@ -20,7 +20,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,14 +35,12 @@ from ..errors import Unsupported
 from .copy_watchdog import CopyWatchdog
 from .groups import timeout, uses_nccl
 from .hosts import int_from_environment
-from .message import Message, Shapes, shapes_of, size_bytes
+from .message import Message, MessageLayout, size_bytes
 
 SLOTS = 2
 """Slots of a member that hops arrive in, used alternately."""
 FEWEST_QUEUES = 8
 """Fewest hardware queues: with fewer, a waiting stream could block other streams."""
-_ALIGNED = 256
-"""Bytes: tensors begin at a multiple of this in a slot."""
 _GROWS_BY = 2**21
 """Bytes: the size of a slot is a multiple of this."""
 _ARRIVED, _FREE, _COUNTERS = 0, 64, 256
@@ -57,8 +55,11 @@ _OPERATION_WORDS = 6
 """64-bit words of a CUstreamBatchMemOpParams: the kind of operation, address, value, flags, and two more."""
 _RELEASED = 2**30
 """Added to a counter to release the streams that wait for it: more than any number of hops."""
+_DEVICE = "cuda"
 _MOST_IN_FLIGHT = 32
 """Hops remembered before finished ones are removed; the watchdog removes finished hops, too."""
+
+_DRAIN_INTERVAL_S = 0.01
 
 _rings: WeakValueDictionary[tuple[dist.ProcessGroup, str], CopyRing] = WeakValueDictionary()
 _owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
@@ -66,10 +67,24 @@ _owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
 _watchdog = CopyWatchdog()
 
 
-def stop_copies(reason: str) -> None:
-    """Let streams that wait for copied hops continue with NaN, and send nothing more; the next hop gives ``reason``."""
-    _watchdog.lost = _watchdog.lost or reason
-    _watchdog.check()
+def stop_copies(reason: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let streams that wait for copied hops of these groups continue with NaN; further hops raise ``reason``."""
+    for ring in _rings_of(groups):
+        ring.stopped = ring.stopped or reason
+        ring.release()
+
+
+def drain_copies(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Wait until the streams of these groups' stopped rings are idle."""
+    for ring in _rings_of(groups):
+        while not ring.is_idle():
+            # Peers that have not stopped may have overwritten the counters that release the streams.
+            ring.release()
+            time.sleep(_DRAIN_INTERVAL_S)
+
+
+def _rings_of(groups: Sequence[dist.ProcessGroup]) -> list[CopyRing]:
+    return [ring for (group, _), ring in list(_rings.items()) if group in groups]
 
 
 def can_copy() -> str | None:
@@ -134,7 +149,7 @@ def copy_if_in_other_slot(message: Message, ring: CopyRing | None) -> Message:
 class CopyHop:
     """One transfer in flight. `wait` returns what arrived, once."""
 
-    def __init__(self, ring: CopyRing, sent: Message, received: list[Tensor], over: Any) -> None:
+    def __init__(self, ring: CopyRing, sent: Message, received: Message, over: Any) -> None:
         """Keep ``sent`` alive until `wait`; ``over`` is the event recorded after the hop on the ring's stream."""
         self._ring, self._received, self._over = ring, received, over
         # The message in flight must outlive the transfer.
@@ -147,10 +162,10 @@ class CopyHop:
         """
         if self._sent is None:
             raise RuntimeError("wait called twice on one hop")
-        sent, self._sent = self._sent, None
         with annotate("wait"):
             self._ring.wait(self._over)
-        return sent.with_buffers(self._received)
+        self._sent = None
+        return self._received
 
 
 class CopyRing:
@@ -163,6 +178,8 @@ class CopyRing:
         self.processes = processes
         self.timeout_s = timeout().total_seconds()
         self.slots: _Slots | None = None
+        self.stopped: str | None = None
+        """Why nothing is sent over this ring any more; None while hops can be made."""
         self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._raw_stream, self._device = self._stream.cuda_stream, self._stream.device_index
         self._operations = (ctypes.c_uint64 * _OPERATION_WORDS * 2)()
@@ -177,31 +194,36 @@ class CopyRing:
         self._lock = threading.Lock()
 
     def post(self, message: Message) -> CopyHop:
-        """Start copying a message to the next member. All members post the same shapes in the same order.
+        """Start copying a message to the next member. All members post messages of the same layouts in the same order.
 
+        Buffers are copied to the offsets of the layout, whether the message is packed or its tensors lie apart.
         Raises `PeerLost`. Raises `Unsupported` while a CUDA graph is captured: a graph would repeat the same counter
         values, which must increase.
         """
         if torch.cuda.is_current_stream_capturing():
             raise Unsupported("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
-        _watchdog.raise_if_lost()
-        cuda, shapes, stream = _cuda(), shapes_of(message.buffers), self._raw_stream
-        offsets, size = slot_offsets(shapes)
-        slots = self._slots_of(size)
+        _watchdog.raise_if_lost(self)
+        cuda, layout, stream = _cuda(), message.layout, self._raw_stream
+        slots = self._slots_of(layout.slot_bytes)
         slots.number += 1
         ready = self._ready.cuda_event
         # The message to send is computed, and the slot that the previous member will fill is no longer read.
         failed = cuda.record(ready, _current_stream(self._device)) | cuda.wait_event(stream, ready, 0)
         failed |= self._write_and_wait(slots, slots.previous, _FREE)
         target = slots.following + slots.number % SLOTS * slots.slot_bytes
-        for buffer, offset in zip(message.buffers, offsets, strict=True):
+        # A single buffer begins where its first tensor does.
+        for buffer, offset in zip(message.buffers, layout.offsets, strict=False):
             assert buffer.is_contiguous()
             failed |= cuda.copy(target + offset, buffer.data_ptr(), buffer.nbytes, _DEVICE_TO_DEVICE, stream)
         # The counter is written after all copies before it, which are then visible to the other GPU.
         failed |= self._write_and_wait(slots, slots.following, _ARRIVED)
         over = self._free_events.pop() if self._free_events else _event()
         _check(failed | cuda.record(over.cuda_event, stream))
-        return CopyHop(self, message, slots.received(shapes, slots.number), over)
+        return CopyHop(self, message, slots.received(layout, slots.number), over)
+
+    def grows_for(self, layout: MessageLayout) -> bool:
+        """Return whether a message of this layout needs larger slots."""
+        return self.slots is None or self.slots.slot_bytes < layout.slot_bytes
 
     def _write_and_wait(self, slots: _Slots, peer: int, counter: int) -> int:
         """Let the ring's stream set a ``counter`` of the member at the address ``peer``, then wait for this rank's own.
@@ -216,19 +238,21 @@ class CopyRing:
 
     def wait(self, over: Any) -> None:
         """Make the current stream wait for the event ``over``, after a hop that has been sent and has arrived."""
-        _watchdog.raise_if_lost()
+        _watchdog.raise_if_lost(self)
         _check(_cuda().wait_event(_current_stream(self._device), over.cuda_event, 0))
         if len(self._in_flight) >= _MOST_IN_FLIGHT:
             self.waiting_since()
         self._in_flight.append((time.monotonic(), over))
 
-    def free_slot(self, shapes: Shapes) -> list[Tensor]:
-        """Return tensors in the slot where the last hop arrived, to be sent next.
+    def free_slot(self, layout: MessageLayout) -> list[Tensor]:
+        """Return the buffers of a message in the slot where the last hop arrived, to be sent next.
 
-        The next hop arrives in the other slot.
+        The next hop arrives in the other slot. Where slots are too small, the buffers lie elsewhere: slots grow only in
+        `post`, since a rank that reserves would wait there for ranks that do not.
         """
-        slots = self._slots_of(slot_offsets(shapes)[1])
-        return slots.received(shapes, slots.number)
+        if self.slots is None or self.grows_for(layout):
+            return [torch.empty(shape, dtype=dtype, device=torch.device(_DEVICE)) for dtype, shape in layout.buffers]
+        return self.slots.received(layout, self.slots.number).buffers
 
     def waiting_since(self) -> float | None:
         """Return when the wait for the oldest unfinished hop began; None where there is none.
@@ -239,6 +263,11 @@ class CopyRing:
             while self._in_flight and self._in_flight[0][1].query():
                 self._free_events.append(self._in_flight.popleft()[1])
             return self._in_flight[0][0] if self._in_flight else None
+
+    def is_idle(self) -> bool:
+        """Return whether the ring's stream has done everything."""
+        idle: bool = self._stream.query()
+        return idle
 
     def release(self) -> None:
         """Let the waiting streams continue with NaN.
@@ -288,30 +317,23 @@ class _Slots:
         _owners[self.memory.untyped_storage().data_ptr()] = self
         pointers = handle.buffer_ptrs
         self.own, self.following, self.previous = (pointers[rank] for rank in (handle.rank, following, previous))
-        # The views of the last few shapes are cached. The cache refers to the memory, not to this object: a reference
+        # The views of the last few layouts are cached. The cache refers to the memory, not to this object: a reference
         # cycle would keep outgrown slots until the next garbage collection.
-        self._received = lru_cache(maxsize=8)(partial(views_in_slot, self.memory, slot_bytes))
+        self._views = lru_cache(maxsize=8)(partial(views_in_slot, self.memory, slot_bytes))
 
-    def received(self, shapes: Shapes, number: int) -> list[Tensor]:
-        """Return the tensors that hop ``number`` brings."""
-        return self._received(shapes, number % SLOTS)
+    def received(self, layout: MessageLayout, number: int) -> Message:
+        """Return the message that hop ``number`` brings."""
+        return Message(*self._views(layout, number % SLOTS))
 
 
-def views_in_slot(memory: Tensor, slot_bytes: int, shapes: Shapes, slot: int) -> list[Tensor]:
-    """Return tensors of these shapes as views into slot number ``slot`` of the memory."""
+def views_in_slot(
+    memory: Tensor, slot_bytes: int, layout: MessageLayout, slot: int
+) -> tuple[list[Tensor], MessageLayout, list[Tensor]]:
+    """Return (buffers, layout, tensors) of a message as views into slot number ``slot`` of the memory."""
     base = memory[slot * slot_bytes :]
-    tensors = zip(slot_offsets(shapes)[0], shapes, strict=True)
-    return [base[start : start + size_bytes(*shape)].view(shape[0]).view(shape[1]) for start, shape in tensors]
-
-
-@lru_cache(maxsize=64)
-def slot_offsets(shapes: Shapes) -> tuple[list[int], int]:
-    """Return the byte offset of each tensor in a slot, and the bytes of all of them, padding included."""
-    offsets, end = [], 0
-    for shape in shapes:
-        offsets.append(end)
-        end += -(-size_bytes(*shape) // _ALIGNED) * _ALIGNED
-    return offsets, end
+    pairs = zip(layout.offsets, layout.buffers, strict=False)
+    buffers = [base[start : start + size_bytes(*shape)].view(shape[0]).view(shape[1]) for start, shape in pairs]
+    return buffers, layout, buffers if layout.unpack is None else layout.unpack(buffers[0])
 
 
 # --- direct calls to CUDA -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
 
-from ..errors import PeerLost
+from ..errors import PeerLost, RankRaised
 
 INTERVAL_S = 0.5
 """Seconds between two checks."""
@@ -24,6 +24,8 @@ class WatchedRing(Protocol):
     """Process ID of each peer that the ring waits for, by global rank; None where this process cannot see it."""
     timeout_s: float
     """Seconds after which a hop counts as lost."""
+    stopped: str | None
+    """Why nothing is sent over this ring any more; None while hops can be made."""
 
     def waiting_since(self) -> float | None:
         """Return when the wait for the oldest unfinished hop began, by `time.monotonic`; None where there is none."""
@@ -53,8 +55,10 @@ class CopyWatchdog:
             self._thread = threading.Thread(target=self._check_forever, name="ringprof-hops", daemon=True)
             self._thread.start()
 
-    def raise_if_lost(self) -> None:
-        """Raise `PeerLost` if a peer is lost."""
+    def raise_if_lost(self, ring: WatchedRing) -> None:
+        """Raise `RankRaised` if the ring was stopped, and `PeerLost` if a peer is lost."""
+        if ring.stopped is not None:
+            raise RankRaised(ring.stopped)
         if self.lost is not None:
             raise PeerLost(self.lost)
 
@@ -62,9 +66,11 @@ class CopyWatchdog:
         """Check all rings once, and release those that wait if a peer is lost."""
         rings = [(ring, since) for ring in list(self._rings) if (since := ring.waiting_since()) is not None]
         for ring, since in rings:
+            if ring.stopped is not None:
+                continue
             self.lost = self.lost or self._ended(ring) or self._late(ring, since)
-        if self.lost is not None:
-            for ring, _ in rings:
+        for ring, _ in rings:
+            if self.lost is not None or ring.stopped is not None:
                 ring.release()
 
     def _ended(self, ring: WatchedRing) -> str | None:

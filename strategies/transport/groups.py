@@ -17,6 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..errors import RankRaised
+
+SUBGROUP = "cp"
+"""Name of process groups of some ranks that strategies are created over, beside those of channels."""
+stopped: dict[str, str] = {}
+"""Why the groups of these names make no call until they have recovered; `passes` keeps it."""
+_UNUSED_TAG = 2**30
+_AT_ONCE = timedelta(milliseconds=1)
+
 _groups: dict[tuple[str, tuple[int, ...], str], dist.ProcessGroup] = {}
 _groups_world: dist.ProcessGroup | None = None
 
@@ -38,13 +47,56 @@ def process_group(channel: str, ranks: tuple[int, ...], token: str, within: dist
     return _groups[key]
 
 
+def raise_if_stopped(group_name: str) -> None:
+    """Raise `RankRaised` where a rank of the group has raised in a call: those that wait for it need not any more."""
+    if group_name in stopped:
+        raise RankRaised(stopped[group_name])
+
+
+def channel_groups(within: str) -> list[dist.ProcessGroup]:
+    """Return the process groups of the channels of the group named ``within``; subgroups of ranks are not channels."""
+    return [group for (channel, _, name), group in list(_groups.items()) if name == within and channel != SUBGROUP]
+
+
 def abort_channels(within: str) -> None:
-    """Abort the communicators of the channels of the group named ``within``, so that no stream waits in them."""
-    for (_, _, name), group in list(_groups.items()):
-        if name == within:
+    """Abort the communicators of the channels of the group named ``within``, so that nothing waits in them."""
+    groups = channel_groups(within)
+    with _aborting_together(groups):
+        for group in groups:
             # A backend may be unable to abort, and an older torch does not offer it.
             with suppress(RuntimeError, AttributeError):
                 group.abort()
+    for group in groups:
+        if backend_for("cpu", group) == "gloo":
+            # gloo cannot abort, but closes all connections of a group where a transfer exceeds its timeout.
+            with suppress(RuntimeError):
+                never = torch.empty(1, device="cpu")
+                group.recv([never], (group.rank() + 1) % group.size(), _UNUSED_TAG).wait(_AT_ONCE)
+
+
+def forget_channels(within: str) -> None:
+    """Forget the aborted process groups of the channels of the group named ``within``: the next use makes new ones."""
+    for key, group in list(_groups.items()):
+        if key[2] == within and key[0] != SUBGROUP:
+            del _groups[key]
+            with suppress(RuntimeError, ValueError):
+                c10d._abort_process_group(group)  # also removes it from torch's tables
+
+
+@contextmanager
+def _aborting_together(groups: list[dist.ProcessGroup]) -> Iterator[None]:
+    """Abort NCCL's communicators in one operation: aborting one may wait for a kernel of another that hangs, too."""
+    nccl: Any = None
+    for group in groups[:1]:
+        with suppress(RuntimeError, AttributeError):
+            backend: Any = group._get_backend(torch.device("cuda"))
+            backend._group_start()
+            nccl = backend
+    try:
+        yield
+    finally:
+        if nccl is not None:
+            nccl._group_end()
 
 
 def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:

@@ -112,6 +112,11 @@ def check_same_call(group: dist.ProcessGroup, call: str) -> None:
         known.add(call)
 
 
+def forget_calls(group: dist.ProcessGroup) -> None:
+    """Forget which calls the ranks of a group make alike."""
+    _calls.pop(group, None)
+
+
 def require_same_call(group: dist.ProcessGroup, call: str, problem: str | None = None) -> None:
     """Check that all ranks of a group make the same ``call``, described as for `check_same_call`. Collective.
 

@@ -8,41 +8,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 _Unpack = Callable[[Tensor], list[Tensor]]
-_ALIGNED = 16
+ALIGNED = 16
 """Bytes: kernels want a tensor to begin at a multiple of this. Tensors of other sizes travel in buffers of their own,
 because padding would be sent, too."""
+_ALIGNED_APART = 256
+"""Bytes: tensors that are no single buffer begin at a multiple of this in memory that copy engines write to."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MessageLayout:
+    """The arrangement of a message's tensors in memory, which every rank derives from their types and shapes alone.
+
+    `layout_of` returns one object per process for the same shapes while they are in use, so that it is its own key.
+    """
+
+    shapes: Shapes
+    """Type and shape of each tensor."""
+    buffers: Shapes
+    """Type and shape of each buffer: one where the tensors' sizes allow it, else those of the tensors."""
+    offsets: list[int]
+    """Byte offset of each tensor in a slot: without gaps where one buffer holds all tensors."""
+    slot_bytes: int
+    """Bytes of a slot that holds the tensors."""
+    size_bytes: int
+    """Bytes of all tensors, which are sent."""
+    unpack: _Unpack | None
+    """Splits the one buffer into the tensors; None where each tensor is a buffer."""
 
 
 class Message:
-    """Tensors, and the buffers that are sent for them: one buffer where their sizes allow it, else one per tensor."""
+    """Tensors that travel together, and the dense buffers that they are sent from.
 
-    __slots__ = ("_tensors", "_unpack", "buffers")
+    Either one buffer holds all tensors, as in their `MessageLayout`, or each tensor is a buffer. Where they arrive
+    depends on the layout alone: a rank whose tensors lie apart sends to the same addresses as one that packs them.
+    """
 
-    def __init__(self, buffers: list[Tensor], unpack: _Unpack | None = None) -> None:
-        """``unpack`` splits a single buffer into the tensors; without it, the buffers are the tensors."""
-        self.buffers, self._unpack = buffers, unpack
-        self._tensors = buffers if unpack is None else None
+    __slots__ = ("_tensors", "buffers", "layout")
+
+    def __init__(
+        self, buffers: list[Tensor], layout: MessageLayout | None = None, tensors: list[Tensor] | None = None
+    ) -> None:
+        """``layout`` is that of the tensors, by default the buffers; ``tensors`` are known where they are unpacked."""
+        self.buffers = buffers
+        self.layout = layout_of(shapes_of(buffers)) if layout is None else layout
+        self._tensors = buffers if tensors is None and len(buffers) == len(self.layout.shapes) else tensors
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors, unpacked on first use: a message that a rank only passes on is never unpacked."""
         if self._tensors is None:
-            assert self._unpack is not None
-            self._tensors = self._unpack(self.buffers[0])
+            assert self.layout.unpack is not None
+            self._tensors = self.layout.unpack(self.buffers[0])
         return self._tensors
 
     @classmethod
-    def empty(cls, shapes: Shapes, allocate: Callable[[Shapes], list[Tensor]]) -> Message:
-        """Return an uninitialised message for tensors of these types and shapes; ``allocate`` makes its buffers."""
-        unpack, *buffer = _buffer_layout(shapes)
-        return cls(allocate(shapes) if unpack is None else allocate((tuple(buffer),)), unpack)  # type: ignore[arg-type]
+    def empty(cls, layout: MessageLayout, allocate: Callable[[MessageLayout], list[Tensor]]) -> Message:
+        """Return an uninitialised message; ``allocate`` makes the buffers of a layout."""
+        return cls(allocate(layout), layout)
 
     @classmethod
     def pack(cls, tensors: Sequence[Tensor]) -> Message:
@@ -50,23 +81,29 @@ class Message:
 
         Where their sizes do not allow one buffer, each tensor is a buffer of its own.
         """
-        unpack, dtype, _ = _buffer_layout(shapes_of(tensors))
-        if unpack is None:
-            return cls([tensor.contiguous() for tensor in tensors])
-        if unpack is unstacked:
+        layout = layout_of(shapes_of(tensors))
+        if layout.unpack is None:
+            return cls([tensor.contiguous() for tensor in tensors], layout)
+        if layout.unpack is unstacked:
             whole = side_by_side(tensors[0], tensors[1]) if len(tensors) == 2 else None
             buffer = torch.stack(list(tensors)) if whole is None else whole
         else:
+            dtype, _ = layout.buffers[0]
             buffer = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
-        return cls([buffer], unpack)
+        return cls([buffer], layout)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the buffers are those of the layout: tensors that one buffer could hold do not lie apart."""
+        return len(self.buffers) == len(self.layout.buffers)
 
     def empty_like(self) -> Message:
         """Return another message of the same shapes, uninitialised."""
-        return Message([torch.empty_like(buffer) for buffer in self.buffers], self._unpack)
+        return Message([torch.empty_like(buffer) for buffer in self.buffers], self.layout)
 
     def with_buffers(self, buffers: list[Tensor]) -> Message:
         """Return a message of the same shapes over other buffers."""
-        return Message(buffers, self._unpack)
+        return Message(buffers, self.layout)
 
     def clear(self) -> None:
         """Release the memory."""
@@ -75,7 +112,7 @@ class Message:
     @property
     def size_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum([buffer.nbytes for buffer in self.buffers])
+        return self.layout.size_bytes
 
 
 def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
@@ -101,19 +138,21 @@ def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-@lru_cache(maxsize=64)
-def _buffer_layout(shapes: Shapes) -> tuple[_Unpack | None, torch.dtype, tuple[int, ...]]:
-    """Return (function that unpacks it, type, shape) of the one buffer that holds tensors of these shapes.
-
-    The function is None where the tensors need a buffer each.
-    """
-    if len(shapes) == 1 or any(size_bytes(*shape) % _ALIGNED for shape in shapes):
-        return None, *shapes[0]
+@lru_cache(maxsize=256)
+def layout_of(shapes: Shapes) -> MessageLayout:
+    """Return how a message arranges tensors of these types and shapes."""
+    sizes = [size_bytes(*shape) for shape in shapes]
+    if len(shapes) == 1 or any(size % ALIGNED for size in sizes):
+        room = [-(-size // _ALIGNED_APART) * _ALIGNED_APART for size in sizes]
+        *offsets, slot_bytes = accumulate(room, initial=0)
+        return MessageLayout(shapes, shapes, offsets, slot_bytes, sum(sizes), None)
+    *offsets, slot_bytes = accumulate(sizes, initial=0)
     if len(set(shapes)) == 1:
         dtype, shape = shapes[0]
-        return unstacked, dtype, (len(shapes), *shape)
-    count = sum(size_bytes(*shape) for shape in shapes) // torch.int32.itemsize
-    return partial(_split_buffer, shapes), torch.int32, (count,)
+        buffer, unpack = (dtype, (len(shapes), *shape)), unstacked
+    else:
+        buffer, unpack = (torch.int32, (slot_bytes // torch.int32.itemsize,)), partial(_split_buffer, shapes)
+    return MessageLayout(shapes, (buffer,), offsets, slot_bytes, slot_bytes, unpack)
 
 
 def unstacked(buffer: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,18 +15,16 @@ from ..annotate import annotate
 from ..errors import Unsupported
 from .copy_engine import CopyHop
 from .hosts import OTHER_HOST, SAME_HOST, Hosts
-from .message import Message, Shapes
+from .message import Message, MessageLayout, Shapes, layout_of, shapes_of
 
 
 class Hop:
     """One transfer in flight. `wait` returns what arrived, once."""
 
-    def __init__(
-        self, works: list[Any], sent: Sequence[Tensor], received: Any, channel: str = "", keeps: list[Any] | None = None
-    ) -> None:
-        """Hold ``sent`` and ``received`` until `wait`, which also clears ``keeps``: works held for this transfer."""
+    def __init__(self, works: list[Any], sent: Sequence[Tensor], received: Any, channel: str = "") -> None:
+        """Hold ``sent`` and ``received`` until `wait`."""
         self._works: list[Any] | None = works
-        self._channel, self._keeps = channel, keeps
+        self._channel = channel
         # The tensors in flight must outlive the transfer.
         self._sent = sent
         self._received = received
@@ -41,8 +40,6 @@ class Hop:
         with annotate("wait", self._channel):
             for work in self._works:
                 work.wait()
-        if self._keeps:
-            self._keeps.clear()
         # Held until here because the transfer needs it; freed before the next hop allocates memory.
         received, self._works, self._sent, self._received = self._received, None, (), None
         return received
@@ -57,10 +54,13 @@ class Meter:
     """The global rank that the hops of a channel go to."""
     sent: dict[tuple[str, str, str, str], list[int]] = field(default_factory=dict)
     """[count, bytes] by (channel, phase, operation, link)."""
+    operations: int = 0
+    """Number of times that something was counted, which `clear` does not reset."""
 
     def add(self, channel: str, operation: str, link: str, size_bytes: int, count: int = 1) -> None:
         """Add ``count`` operations of ``size_bytes`` together, in the current phase."""
         entry = self.sent.setdefault((channel, self.phase, operation, link), [0, 0])
+        self.operations += 1
         entry[0] += count
         entry[1] += size_bytes
 
@@ -78,7 +78,7 @@ class Transport(Protocol):
     A transport that sends also counts what it sends, in the channel's meter.
     """
 
-    free_slot: Callable[[Shapes], list[Tensor]] | None
+    free_slot: Callable[[MessageLayout], list[Tensor]] | None
     """Memory to write the next message to, where copy engines send from memory of their own; else None."""
 
     def hop(self, ring: Channel, message: Message, into: Message | None) -> AnyHop:
@@ -114,6 +114,7 @@ class RankGroup(Protocol):
     group: Any
     token: str
     connect: Connect
+    channels: list[ref[Channel]]
 
     def global_rank(self, rank: int) -> int:
         """Return the global rank of a position in the group."""
@@ -145,7 +146,14 @@ class Channel:
         """Global ranks of the members."""
         self.following, self.previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
         self.link = self.hosts.link(self.ranks[self.rank], self.following)
-        self.transport: Transport = comm.connect(self, comm, None if shares is None else shares.transport, keeps)
+        self.comm, self._shares, self._keeps = comm, shares, keeps
+        comm.channels.append(ref(self))
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect this rank to the others, once more where the ranks have recovered. Collective over the members."""
+        shared = None if self._shares is None else self._shares.transport
+        self.transport: Transport = self.comm.connect(self, self.comm, shared, self._keeps)
 
     @cached_property
     def links(self) -> list[str]:
@@ -169,7 +177,7 @@ class HopRing(Channel):
     """A ring of ranks in which every hop goes from each member to the next."""
 
     def post(self, message: Message, *, into: Message | None = None) -> AnyHop:
-        """Start sending a message to the next member and receiving one of the same shapes from the previous member.
+        """Start sending a message to the next member and receiving one of the same layout from the previous member.
 
         All buffers of the message travel in one batch: one kernel with NCCL. They must not be written to before
         `Hop.wait`. On a ring that keeps what it receives, ``into`` says where to receive. Otherwise the memory is
@@ -179,12 +187,15 @@ class HopRing(Channel):
 
     def reserve(self, shapes: Shapes, device: torch.device) -> Message:
         """Return an uninitialised message to be posted next on this ring: the free slot, where the ring has slots."""
-        return Message.empty(shapes, self.transport.free_slot or partial(_allocate, device))
+        return Message.empty(layout_of(shapes), self.transport.free_slot or partial(_allocate, device))
 
     def pack(self, tensors: Sequence[Tensor]) -> Message:
-        """Pack tensors for this ring: one buffer for NCCL; copy engines copy contiguous tensors from where they lie."""
+        """Pack tensors for this ring: one buffer for NCCL; copy engines copy contiguous tensors from where they lie.
+
+        The message has the same layout either way, so that each rank may choose by its own tensors.
+        """
         if self.transport.free_slot is not None and all([tensor.is_contiguous() for tensor in tensors]):
-            return Message(list(tensors))
+            return Message(list(tensors), layout_of(shapes_of(tensors)))
         return Message.pack(tensors)
 
     def tour(self, tensors: Sequence[Tensor] | Message, steps: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
@@ -212,8 +223,8 @@ class HopRing(Channel):
                 hop = None
 
 
-def _allocate(device: torch.device, shapes: Shapes) -> list[Tensor]:
-    return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
+def _allocate(device: torch.device, layout: MessageLayout) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in layout.buffers]
 
 
 class DoubleRing:

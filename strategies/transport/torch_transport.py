@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from ..annotate import annotate
 from ..kernels.merge import wide_type
 from .copy_engine import copy_if_in_other_slot, copy_ring
 from .groups import process_group, uses_nccl
-from .message import Message, Shapes
+from .hop_comparison import hop_comparison
+from .message import Message, MessageLayout
 from .ring_channel import AnyHop, Channel, Hop, RankGroup, Transport
 
 _MOST_NAMED = 30
@@ -41,34 +42,38 @@ def torch_transport(channel: Channel, comm: RankGroup, shares: Transport | None,
     same_host = len({comm.hosts.number(rank) for rank in channel.ranks}) == 1
     may_copy = comm.hops == "copy" or (comm.hops == "auto" and comm.can_copy)
     if may_copy and group is not None and same_host and not keeps:
-        return CopyTransport(channel, group, comm.processes)
-    return TorchTransport(channel, group)
+        return CopyTransport(channel, group, comm)
+    return TorchTransport(channel, group, comm)
 
 
 class TorchTransport:
     """A channel's process group, of NCCL for GPU tensors and gloo for others; None for a channel of one rank."""
 
-    free_slot: Callable[[Shapes], list[Tensor]] | None = None
+    free_slot: Callable[[MessageLayout], list[Tensor]] | None = None
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, channel: Channel, group: dist.ProcessGroup | None, comm: RankGroup) -> None:
         # The group's methods are called directly: the argument checks of `torch.distributed` double the host's time.
         self.group: Any = group
         self._peers = channel.following, channel.previous
-        # gloo cancels a transfer whose work nobody holds, such as one abandoned by an exception; the peers would hang.
-        self._posted: list[Any] = []
         self.all_to_all_device: str | None = None  # Device type whose hops are sent as all-to-alls.
         if group is not None:
             self._to, self._source = (dist.get_group_rank(group, rank) for rank in self._peers)
             self._splits = lru_cache(maxsize=4)(partial(_splits, channel.size, self._source, self._to))
             self.all_to_all_device = "cuda" if uses_nccl() and channel.size <= _MOST_NAMED else None
         self._has_nccl = group is not None and uses_nccl(group)
+        if group is not None:
+            comparison = hop_comparison(comm.group, comm.processes)
+            self._check = partial(comparison.check, comm.group, channel.channel)
+            self._wait_for_equal = comparison.wait
 
     def hop(self, ring: Channel, message: Message, into: Message | None) -> AnyHop:
         """Start a hop. With NCCL that is an all-to-all in which each member sends only to the next.
 
         An all-to-all is one call and the same kernel; a batch of a send and a receive is four calls.
         """
-        message = copy_if_in_other_slot(message, None)
+        # A message of a ring of copies, whose tensors may lie apart, can go on here: this rank's peers may have packed.
+        self._check(message.layout, waits=message.buffers[0].is_cpu)
+        message = copy_if_in_other_slot(message, None) if message.is_packed else Message.pack(message.tensors)
         arriving = message.empty_like() if into is None else into
         ring.meter.add(ring.channel, "send_recv", ring.link, message.size_bytes)
         with annotate("send", ring.channel):
@@ -84,8 +89,7 @@ class TorchTransport:
                     for x, y in pairs
                 ]
                 works = dist.batch_isend_irecv([op for pair in ops for op in pair])
-                self._posted += works
-        return Hop(works, message.buffers, arriving, ring.channel, self._posted)
+        return Hop(works, message.buffers, arriving, ring.channel)
 
     def send(self, chain: Channel, tensor: Tensor) -> Hop:
         """Start to send a tensor to the next rank of a chain."""
@@ -130,9 +134,9 @@ class TorchTransport:
 class CopyTransport(TorchTransport):
     """The copy engines of the GPUs of one host, between the members of a ring."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup, processes: Mapping[int, int | None]) -> None:
-        super().__init__(channel, group)
-        peers = {rank: processes[rank] for rank in self._peers}
+    def __init__(self, channel: Channel, group: dist.ProcessGroup, comm: RankGroup) -> None:
+        super().__init__(channel, group, comm)
+        peers = {rank: comm.processes[rank] for rank in self._peers}
         self._copies = copy_ring(channel.channel, group, self._to, self._source, peers)
         self.free_slot = self._copies.free_slot
         # A trace of a copy does not record the destination rank, so the range around it names the rank.
@@ -140,6 +144,9 @@ class CopyTransport(TorchTransport):
 
     def hop(self, ring: Channel, message: Message, into: Message | None) -> AnyHop:
         """Start a hop, whose message arrives in a slot of this rank."""
+        if self._check(message.layout, waits=message.buffers[0].is_cpu) and self._copies.grows_for(message.layout):
+            # The members make larger slots together: one that does not need them would leave the others waiting.
+            self._wait_for_equal()
         message = copy_if_in_other_slot(message, self._copies)
         assert into is None, "copy engines write where they may, not where they are told"
         ring.meter.add(ring.channel, "copy", ring.link, message.size_bytes)

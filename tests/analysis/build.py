@@ -58,6 +58,8 @@ class Builder:
     rank: int | None = 0
     world_size: int | None = 4
     host: str | None = None
+    producer: str = "torch"
+    gpu: str = "NVIDIA H200"
     names: list[str] = field(default_factory=list)
     collectives: list[CommRecord] = field(default_factory=list)
     activities: list[tuple[int, ...]] = field(default_factory=list)
@@ -167,7 +169,8 @@ class Builder:
             comm_records=_columns(CommRecords, self.records, (np.int64,) * 4 + (np.int32,)),
             host_events=_columns(HostEvents, self.host_events, (np.int64, np.int64, np.int32, np.int64, np.int8)),
             collectives=list(self.collectives),
-            devices=[Device(0, "NVIDIA H200")],
+            devices=[Device(0, self.gpu)],
+            producer=self.producer,
             rank=self.rank,
             world_size=self.world_size,
             host=self.host,

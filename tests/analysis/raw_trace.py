@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -61,6 +61,8 @@ class Activity:
     stream: int
     launch: Event | None
     target: int | None
+    names_launch: bool = True
+    """Whether the trace gives the id of a launch, recorded or not."""
 
     @property
     def is_peer_copy(self) -> bool:
@@ -116,27 +118,52 @@ def _event(row: Mapping[str, Any], base: int) -> Event:
 def _activity(row: Mapping[str, Any], base: int, category: str, launches: Mapping[Any, Event]) -> Activity:
     event, args = _event(row, base), row.get("args", {})
     device, stream = args.get("device", row["pid"]), args.get("stream", row["tid"])
-    launch = launches.get(args.get("correlation"))
+    number = args.get("correlation", 0)
+    launch, names_launch = launches.get(number) if number else None, number != 0
     end = max(event.start, event.end)
-    return Activity(event.name, event.start, end, category, device, stream, launch, args.get("toDevice"))
+    return Activity(event.name, event.start, end, category, device, stream, launch, args.get("toDevice"), names_launch)
 
 
 # --- the window ---------------------------------------------------------------------------------------------------
 
 
 def window_activities(trace: RankTrace, name: str | None = None) -> list[Activity]:
-    """Return the activities launched in the named ranges, in the marked iterations, or all."""
+    """Return the activities of the named ranges, of the marked iterations, or all."""
+    inside = [activity for activities in window_parts(trace, name) for activity in activities]
+    return [activity for activity in trace.activities if activity in inside] if inside else trace.activities
+
+
+def window_parts(trace: RankTrace, name: str | None = None) -> list[list[Activity]]:
+    """Return the activities of each named range or marked iteration that has any; empty where there is none."""
     patterns = [re.escape(name).replace(r"\*", ".*").replace(r"\?", ".")] if name else []
     for pattern in patterns or [r"ringprof::iteration\b.*", r"ProfilerStep#\d+"]:
         ranges = [event for event in trace.annotations if re.fullmatch(pattern, event.name, re.DOTALL)]
-        on_device = [event for event in trace.device_annotations if re.fullmatch(pattern, event.name, re.DOTALL)]
-        inside = [activity for activity in trace.activities if _launched_in(activity, ranges, on_device)]
-        if inside and name != "trace":
-            return inside
-    return trace.activities
+        owned = [(activity, _owners(activity, trace, ranges)) for activity in trace.activities]
+        parts = [[activity for activity, owners in owned if number in owners] for number in range(len(ranges))]
+        if any(parts) and name != "trace":
+            return [part for part in parts if part]
+    return []
 
 
-def _launched_in(activity: Activity, ranges: Iterable[Event], on_device: Iterable[Event]) -> bool:
+def _owners(activity: Activity, trace: RankTrace, ranges: list[Event]) -> list[int]:
+    """Return the positions of the ranges that an activity belongs to."""
     if activity.launch is not None:
-        return any(event.start <= activity.launch.start <= event.end for event in ranges)
-    return any(event.start <= activity.start < event.end for event in on_device)
+        return _enclosing(activity.launch, ranges)
+    on_device = {row.name for row in trace.device_annotations if row.start <= activity.start < row.end}
+    if activity.names_launch or any(event.name in on_device for event in ranges):
+        return [number for number, event in enumerate(ranges) if event.name in on_device]
+    owners: list[int] = []
+    for number in sorted(range(len(ranges)), key=lambda number: ranges[number].start):
+        own = [other for other in trace.activities if other.launch and number in _enclosing(other.launch, ranges)]
+        during = own and min(a.start for a in own) <= activity.start < max(a.end for a in own)
+        if during and all(ranges[owner].end > ranges[number].start for owner in owners):
+            owners.append(number)
+    launched_before = [other for other in trace.activities if other.launch and other.start <= activity.start]
+    if owners or not launched_before:
+        return owners
+    last = max(launched_before, key=lambda other: other.start).launch
+    return _enclosing(last, ranges) if last else []
+
+
+def _enclosing(call: Event, ranges: list[Event]) -> list[int]:
+    return [number for number, event in enumerate(ranges) if event.start <= call.start <= event.end]

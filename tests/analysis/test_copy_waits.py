@@ -141,6 +141,18 @@ def test_runs_without_peers_find_the_receiver_by_device(tmp_path, device):
         assert blocks_of(ranks[0]) == [("unsplit", None, 100, 180)]
 
 
+def test_targets_that_no_device_tells_are_a_warning(tmp_path):
+    """Warn where each rank calls its own GPU 0 and no run says that hops are copied: the blocked time is idle."""
+    for rank in range(3):
+        trace = TraceText(rank, 3, 0)
+        trace.run(0, (100 + 10 * rank) * US, launched=EARLY)
+        trace.hop("kv", 1, (10 * US, 12 * US, 180 * US, 200 * US))
+        trace.write(tmp_path)
+    run = ringprof.load(tmp_path)
+    (warning,) = [warning for warning in run.warnings if warning.code == "copy_targets_unknown"]
+    assert warning.count == 3 and not any(rank.breakdown.blocked_on_peer_ns for rank in run.attribution.ranks)
+
+
 def test_hop_without_the_trace_of_its_receiver_is_not_split(tmp_path):
     ranks = loaded(tmp_path, sender(), hops={"kv": 1})
     assert blocks_of(ranks[0]) == [("unsplit", 1, 100, 180)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.findings.verdict import _waiting_share
+from ringprof.analysis.kinds.classify import classify
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Pair
 from ringprof.analysis.transfers.transfers import Message, _collective_sent_bytes, _messages
@@ -17,7 +18,7 @@ from ringprof.errors import TraceFormatError, UsageError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import CommRecord
 from ringprof.trace.kineto import parse_trace
-from tests.analysis.build import FLASH, Builder, collective
+from tests.analysis.build import FLASH, Builder, collective, kind_names
 from tests.trace.kineto_text import document, kernel
 
 
@@ -89,3 +90,38 @@ def test_hosts_without_traffic_have_an_infinite_residual() -> None:
     unknown = UNKNOWN_NS
     assert number == {"host0": 0, "host1": 1, "host2": 2} and between.dtype == np.int64
     assert between.tolist() == [[0, unknown, 70], [unknown, 0, unknown], [70, unknown, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "kind"),
+    [
+        ("coalesced", "AllGather", "all_gather"), ("permute", "SendRecv", "send_recv"),
+        ("new", "AllReduce", "all_reduce"),
+        ("barrier", "AllReduce", "comm_other"), ("gather", "SendRecv", "comm_other"),
+        ("all_to_all", "SendRecv", "all_to_all"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_of_a_collective_never_beats_the_kernels_own(name: str, kernel: str, kind: str) -> None:
+    b = Builder().run(f"ncclDevKernel_{kernel}_RING_LL", 0, 10, launched=1, own=collective(name))
+    assert kind_names(classify(b.trace())) == [kind]
+
+
+def test_launches_are_joined_by_external_id_where_no_correlation_is_given() -> None:
+    events = []
+    for number in range(3):
+        args = {"External id": 100 + number}
+        events.append(kernel(number, cat="cuda_runtime", name="cudaLaunchKernel", ts=300 * number, dur=5, args=args))
+        own = {**args, "device": 0, "stream": 7}
+        events.append(kernel(number, name="gemm", ts=300 * number + 20, dur=100, args=own))
+    (rank,) = attribute([parse_trace(document(events))]).ranks
+    assert rank.idle is not None and rank.launches is not None
+    # Each gap of 200 us lasts until 15 us before the next kernel: until its launch call returns.
+    assert (rank.idle.host_ns, rank.idle.gap_ns + rank.idle.blocked_ns, rank.launches.count) == (370_000, 30_000, 3)
+
+
+def test_an_external_id_of_several_launches_joins_nothing() -> None:
+    args = {"External id": 7}
+    events = [kernel(n, cat="cuda_runtime", name="cudaLaunchKernel", ts=300 * n, dur=5, args=args) for n in range(2)]
+    own = {**args, "device": 0, "stream": 7}
+    events += [kernel(number, name="gemm", ts=300 * number + 20, dur=100, args=own) for number in range(2)]
+    assert attribute([parse_trace(document(events))]).ranks[0].launches is None

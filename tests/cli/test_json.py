@@ -26,7 +26,7 @@ from tests.recording.fake_launcher import FakeLauncher
         ("advise --seq 64 --documents 40,24 --gpus-per-node 4 --cp-sizes 2,4 --tokens-per-rank 16", "cp-sizes", "rows",
          "ranks size documents documents_share tokens_share flops_share sequences steps filled busiest time_ns reason"),
         ("kernels", "kernels", "rows",
-         "kernel here types head_dim tried windows documents softcap deterministic delta grouped_heads"),
+         "kernel here types head_dim tried windows documents softcap deterministic delta grouped_heads proofs"),
         ("calibrate --rates --device cpu --seq 64 --heads 2 --head-dim 8", "kernel-rates", "rates",
          "kernel mask forward_ns backward_ns forward_tflops backward_tflops reason"),
         ("check json:thing --layout zigzag", "attention-check", "sent", "operations size_bytes"),

@@ -1,4 +1,4 @@
-"""The commands predict, what-if, calibrate and check; a prediction is read like a recorded run."""
+"""The commands predict and calibrate; a prediction is read like a recorded run."""
 
 from __future__ import annotations
 

@@ -64,6 +64,9 @@ def test_bundled_strategies_in_a_model_are_proved(tmp_path: Path) -> None:
         assert [line["call"] for line in proofs] == [0, 1, 0] and {line["calls"] for line in proofs} == {2}
         for line, previous in zip(proofs, [{"hash": ""}, *proofs], strict=False):
             assert line["equal"] and line["partition"] and line["position_ids"] and line["problem"] is None, line
+            assert (
+                line["batch"] and prover._verdict(line).startswith("equal") and "not seen" not in prover._verdict(line)
+            )
             assert set(line["errors"]) == {"out", "dq", "dk", "dv"} and line["seq"] == SEQ
             assert all(size > 0 for size in line["sent_bytes"])
             # In contiguous shares, as with ulysses, rank 0 attends to no other rank's keys.
@@ -74,9 +77,9 @@ def test_bundled_strategies_in_a_model_are_proved(tmp_path: Path) -> None:
 def wrong(rank: int, folder: Path) -> None:
     prover.interval_for = lambda cost_ns, step_ns, every: every  # type: ignore[attr-defined]
     zigzag = create("zigzag")
-    for name in ("alone", "positions", "function", "fails"):
+    for name in ("alone", "positions", "batches", "function", "fails"):
         torch.manual_seed(0)
-        model = Model(dense)
+        model, batch = Model(dense), ids().roll(rank if name == "batches" else 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         target = {"alone": lambda q, k, v: dense(q, k, v, None), "function": lambda q, k, v: zigzag.attention(q, k, v)}
         with ringprof.prove(target.get(name, model), "zigzag", every=2, log=folder / name) as running:
@@ -85,7 +88,7 @@ def wrong(rank: int, folder: Path) -> None:
                 running._captured = None  # type: ignore[method-assign, assignment]
             for _ in range(2):
                 positions = torch.arange(SEQ // 2) if name == "positions" else zigzag.positions(SEQ)
-                total_loss(model(zigzag.shard(ids()), position_ids=positions), zigzag.shard(shifted(ids()))).backward()
+                total_loss(model(zigzag.shard(batch), position_ids=positions), zigzag.shard(shifted(batch))).backward()
                 optimizer.step()
     dist.barrier()
 
@@ -93,11 +96,14 @@ def wrong(rank: int, folder: Path) -> None:
 @pytest.mark.processes
 def test_what_is_wrong_is_found_and_a_rank_that_fails_ends_nothing(tmp_path: Path) -> None:
     run_ranks(2, wrong, tmp_path)
-    (alone,), (positions,), (function,), (fails,) = (
-        lines(tmp_path / name) for name in ("alone", "positions", "function", "fails")
+    (alone,), (positions,), (batches,), (function,), (fails,) = (
+        lines(tmp_path / name) for name in ("alone", "positions", "batches", "function", "fails")
     )
     assert not alone["equal"] and alone["errors"]["out"]["rms"] > 0.01 and alone["sent_bytes"] == [0, 0]
     assert positions["equal"] and positions["partition"] and positions["position_ids"] is False
+    assert batches["batch"] is False and prover._verdict(batches) == "the ranks have different batches"
+    # A function's positions are those that the caller names: what the model was called with is not seen.
+    assert function["position_ids"] is None and "; not seen: the model's position_ids" in prover._verdict(function)
     assert function["equal"] and all(size > 0 for size in function["sent_bytes"])
     assert fails["problem"].startswith("rank 1: the call was not captured: TypeError") and "equal" not in fails
 
@@ -155,6 +161,20 @@ def test_the_interval_grows_with_the_cost(tmp_path: Path, monkeypatch: pytest.Mo
     assert running.proofs == len(proofs) and running.interval == proofs[-1]["interval"]
     assert all(proof["interval"] >= proof["took_ms"] / (0.01 * proof["step_ms"]) for proof in proofs)
     assert all(after["step"] - before["step"] >= before["interval"] for before, after in pairwise(proofs))
+
+
+def test_a_block_without_a_proof_says_why(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prover.Prover, "_plan_first", lambda *_: 30)
+    strategy = create("ring")
+    train(strategy, Model(lambda q, k, v: strategy.attention(q, k, v)), strategy, None, steps=3)
+    train(strategy, Model(lambda q, k, v: dense(q, k, v, None)), strategy, None, steps=3)
+    with ringprof.prove(strategy), torch.no_grad():
+        Model(lambda q, k, v: strategy.attention(q, k, v))(ids(), torch.arange(SEQ))
+    assert [record.getMessage() for record in caplog.records] == [
+        "no proof in 3 steps: the first was due after step 30, when its cost is 1 % of the time",
+        "no proof in 3 steps: no call of an attention was seen",
+        "no proof in 0 steps: no optimizer took a step, and step() was not called",
+    ]
 
 
 def test_what_no_proof_can_have_is_refused(tmp_path: Path) -> None:

@@ -71,6 +71,50 @@ def one_slow_stretch() -> Program:
     return [b], None
 
 
+def communicates_outside(correlation: int | None = None) -> Program:
+    """Return an iteration without communication in a trace that has some, launched later or before profiling."""
+    b = one_gpu((GEMM, 10, 400, 5), (GEMM, 900, 1000, 20)).mark("ProfilerStep#1", 0, 100 * US)
+    start = 200 * US if correlation else 2 * MS
+    b.run(f"{NCCL[:15]}AllReduce", start, start + 100 * US, launched=1900 * US, correlation=correlation, stream=20)
+    return [b], None
+
+
+def written_by(producer: str, program: Program, gpu: str = "NVIDIA H200") -> Program:
+    """Return a program whose traces another profiler wrote, or of another GPU."""
+    builders, run = program
+    for builder in builders:
+        assert isinstance(builder, Builder)
+        builder.producer, builder.gpu = producer, gpu
+    return builders, run
+
+
+def partly_replayed(single: int) -> Program:
+    """Return a program in which one call launches 20 kernels, and as many calls as asked for one kernel each."""
+    b = Builder(world_size=1)
+    b.run(GEMM, 0, 10 * US, launched=1)
+    for n in range(1, 20):
+        b.run(GEMM, 20 * n * US, (20 * n + 10) * US, correlation=b.activities[0][6])
+    for n in range(single):
+        b.run(ADD, (400 + 50 * n) * US, (410 + 50 * n) * US, launched=(392 + 50 * n) * US)
+        b.operate("aten::addmm", (390 + 50 * n) * US, (399 + 50 * n) * US)
+    return [b], None
+
+
+def touches_managed_memory() -> Program:
+    b = Builder(world_size=1).run(GEMM, 0, 100 * US, launched=1)
+    for n in range(5):
+        b.run("Page migration to the host", (200 + 50 * n) * US, (210 + 50 * n) * US, category=MEMCPY)
+    return [b.run(GEMM, 460 * US, 500 * US, launched=2)], None
+
+
+def unknown_kernels(share: int) -> Program:
+    """Return two ranks whose kernels of unknown kind, which may communicate, take ``share`` percent of the time."""
+    builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
+    for b in builders:
+        b.run("ring_42", 0, share - 1).run("ring_43", share - 1, share).run(GEMM, share, 100)
+    return builders, None
+
+
 def launched_far_ahead() -> Program:
     """Return a program that launches every kernel long before it runs, with 3 us between kernels."""
     return [one_gpu(*((ADD, 13 * n, 13 * n + 10, n // 100) for n in range(200)))], None
@@ -226,6 +270,12 @@ def with_shapes() -> Program:
     return builders, None
 
 
+def with_few_shapes() -> Program:
+    """Return a training step whose shapes are recorded for a thirtieth of its matrix products."""
+    step = Step(rank=0, world=1).product(100, 102, launched=10).product(200, 258, launched=20, dims=None)
+    return [step.run("elementwise_kernel", 258, 259, launched=30)], None
+
+
 def unrecorded_sharding() -> Program:
     """Return two ranks whose long collectives have no record, so that waiting and wire cannot be separated."""
     builders = []
@@ -337,8 +387,26 @@ def at_random(seed: int) -> Program:
     return traced_ranks, None
 
 
+WRITERS = ("nsys", "rocprof", "ascend", "xla")
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "no communication": lambda: ([Builder(rank=r, world_size=2).run(GEMM, 0, MS, launched=1) for r in (0, 1)], None),
+    "communication after the iteration": communicates_outside,
+    "communication launched before profiling": partial(communicates_outside, 9),
+    **{f"launch-bound, by {name}": partial(lambda name: written_by(name, launch_bound()), name) for name in WRITERS},
+    **{f"no phases, by {name}": partial(lambda name: written_by(name, stalled_in("")), name) for name in WRITERS},
+    **{f"no launches, by {name}": partial(lambda name: written_by(name, blocked(unlaunched=5)), name)
+       for name in WRITERS},
+    "launch-bound on an AMD GPU": lambda: written_by("torch", launch_bound(), "AMD Instinct MI300X"),
+    "partly replayed": partial(partly_replayed, 40),
+    "partly replayed on an AMD GPU": lambda: written_by("torch", partly_replayed(40), "AMD Instinct MI300X"),
+    "compiled": lambda: ([one_gpu(*(("triton_poi_fused_add_0", 50 * n, 50 * n + 10, 50 * n - 8) for n in range(99)))],
+                         None),
+    "other compute, one kernel": lambda: ([one_gpu(("void divergence<float>(float*)", 0, 700, 0),
+                                                    ("lap", 700, 900, 1))], None),
+    "other compute, several": lambda: ([one_gpu(*((f"step{n}", 100 * n, 100 * n + 100, n) for n in range(9)))], None),
+    "managed memory": touches_managed_memory,
+    "kernels of unknown kind": partial(unknown_kernels, 62),
+    "few kernels of unknown kind": partial(unknown_kernels, 9),
     "one rank, merging": merges,
     "launch-bound": launch_bound,
     "many short calls in one stretch": one_slow_stretch,
@@ -379,6 +447,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "clocks apart": clocks_apart,
     "two groups at once": two_groups_at_once,
     "data parallel with shapes": with_shapes,
+    "few shapes": with_few_shapes,
     "sharded without records": unrecorded_sharding,
     "two kinds between hosts": two_kinds_between_hosts,
     "CPU, one host": partial(on_cpu, ["a", "a"]),

@@ -70,6 +70,8 @@ class RawRank:
     host: list[HostEvent]
     launches: dict[int, HostEvent]
     marked: list[tuple[int, int]] = field(default_factory=list)
+    outside: list[Activity] = field(default_factory=list)
+    """Activities that are not of the window."""
 
     @cached_property
     def swept(self) -> dict[str, int]:
@@ -220,7 +222,7 @@ def _in_window(
         if a.correlation in launches and any(s <= launches[a.correlation].start < e for s, e in marked)
     ]
     chosen = sorted(inside or activities, key=lambda a: (a.start, a.end))
-    return RawRank(chosen, host, launches, marked)
+    return RawRank(chosen, host, launches, marked, [a for a in activities if inside and a not in inside])
 
 
 def _ns(microseconds: Any) -> int:

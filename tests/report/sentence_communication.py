@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from itertools import chain
 
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND
+from ringprof.analysis.kinds.rules import rule_for
+from tests.report.raw_facts import union_ns
 from tests.report.sentence_rules import (
     COMMUNICATION_PARTS,
     MS,
@@ -39,8 +43,29 @@ def _alone(case: Case, m: re.Match[str]) -> None:
 
 @rule("verdict", r"no communication in these traces")
 def _silent(case: Case, m: re.Match[str]) -> None:
-    assert not any(a.kind == "comm" for raw in case.raw.values() for a in raw.activities)
+    assert not any(a.kind == "comm" for raw in case.raw.values() for a in (*raw.activities, *raw.outside))
     assert not any(row["comm_ns"] for row in case.ranks.values())
+
+
+@rule("verdict", rf"no communication in what is reported; the rest of these traces has {MS} of it per (GPU|process)")
+def _silent_here(case: Case, m: re.Match[str]) -> None:
+    outside = [[(a.start, a.end) for a in raw.outside if a.kind == "comm"] for raw in case.raw.values()]
+    milliseconds(m[1], mean(union_ns(spans) for spans in outside))
+    assert not any(row["comm_ns"] for row in case.ranks.values()) and (m[2] == "process") == case.on_cpu
+
+
+@rule("verdict", rf"no known communication; {P} of the time is kernels of unknown kind, the longest (.+)$")
+def _unknown(case: Case, m: re.Match[str]) -> None:
+    assert not any(a.kind == "comm" for raw in case.raw.values() for a in raw.activities)
+    assert len(case.ranks) > 1 or any((rank.world_size or 1) > 1 for rank in case.findings.attribution.ranks)
+    unknown = {rank: [a for a in raw.activities if rule_for(a.name) is None] for rank, raw in case.raw.items()}
+    share = mean(union_ns((a.start, a.end) for a in rows) for rows in unknown.values()) / case.mean_wall
+    percent(m[1], share)
+    assert share >= 0.1
+    time_of_name: Counter[str] = Counter()
+    for activity in chain(*unknown.values()):
+        time_of_name[activity.name[:80]] += activity.end - activity.start
+    assert time_of_name[m[2]] == max(time_of_name.values())
 
 
 @rule("verdict", rf"{P} of the time is exposed communication(?:, {P} at worst \(rank (\d+)\))?")

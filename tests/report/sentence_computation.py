@@ -48,6 +48,15 @@ NAMES = {
 # --- where it came from: idle time -----------------------------------------------------------------------------
 
 
+@rule("verdict", rf"{P} of the time nothing runs on the GPU until pages of managed memory move, which the host or the "
+      r"GPU touches")  # fmt: skip
+def _migrates(case: Case, m: re.Match[str]) -> None:
+    (raw,) = case.raw.values()
+    migrations = [row for row in raw.stretches if row[2].name.startswith("Page migration")]
+    waits = [after.start - start for start, _, after in migrations]
+    percent(m[1], sum(wait for wait in waits if wait >= 5000) / raw.swept["wall"])
+
+
 BECAUSE = r"(because its next work is not launched yet)?( or )?(in gaps below 5 us)?"
 
 
@@ -180,7 +189,7 @@ def assert_rate(case: Case, part: str, number: str | None, unit: str | None, mas
     """Assert that a rate is shown exactly where the report has one, and that the values agree."""
     rates = {row["part"]: row for row in (case.summary["step_rates"] or {"parts": []})["parts"]}
     row = rates.get(part)
-    assert bool(number) == bool(row and row["tflops"] is not None)
+    assert bool(number) == bool(row and row["tflops"] is not None and row["coverage"] >= 0.1)
     if row and number:
         three_digits(number, row["tflops"] / {"P": 1e3, "T": 1, "G": 1e-3}[unit or "T"])
         assert bool(masks) == bool(row["mask_unknown"])
@@ -229,7 +238,8 @@ def _shapes(case: Case, m: re.Match[str]) -> None:
     names = {"attention": "attention", "matrix-product": "matrix_products"}
     for share, name in re.findall(r"([\d.]+) % of the ([a-z-]+) time", m[1]):
         percent(share, parts[names[name]])
-    assert bool(m[2]) == bool(case.summary["step_rates"]["flops"])
+    rows = case.summary["step_rates"]["parts"]
+    assert bool(m[2]) == any(row["tflops"] is not None and row["coverage"] >= 0.1 for row in rows)
 
 
 @rule("verdict", rf"No loss outside the attention kernels reaches 2 %: {P} of the time is attention kernels"
@@ -244,21 +254,38 @@ def _no_loss(case: Case, m: re.Match[str]) -> None:
         percent(m[3], case.summary["block_tflops"] / case.summary["peak"]["tflops"])
 
 
-@rule("verdict", rf"[Ww]hat computes longest is ([a-z -]+?) {P}(?:{RATE})?(?:, then ([a-z -]+?) {P}(?:{RATE})?)?"
-      r" of the time")  # fmt: skip
+MOSTLY = r"(?: \(most of it (.+?)\))?"
+
+
+@rule("verdict", rf"[Ww]hat computes longest is ([a-z -]+?){MOSTLY} {P}(?:{RATE})?"
+      rf"(?:, then ([a-z -]+?){MOSTLY} {P}(?:{RATE})?)? of the time")  # fmt: skip
 def _longest(case: Case, m: re.Match[str]) -> None:
     shares = computed_shares(case)
     ordered = sorted(shares.values(), reverse=True)
     assert abs(shares[m[1]] - ordered[0]) < 1e-6
-    percent(m[2], shares[m[1]])
-    assert bool(m[6]) == (len(ordered) > 1)
-    if m[6]:
-        percent(m[7], shares[m[6]])
-        assert abs(shares[m[6]] - ordered[1]) < 1e-6
-    for name, rate in ((m[1], m.group(3, 4, 5)), (m[6], m.group(8, 9, 10))):
+    percent(m[3], shares[m[1]])
+    assert bool(m[7]) == (len(ordered) > 1)
+    if m[7]:
+        percent(m[9], shares[m[7]])
+        assert abs(shares[m[7]] - ordered[1]) < 1e-6
+    for name, kernel, rate in ((m[1], m[2], m.group(4, 5, 6)), (m[7], m[8], m.group(10, 11, 12))):
         part = "attention" if name == "attention" else "matrix_products" if name and "matrix" in name else ""
         assert_rate(case, part, *rate)
-    assert all(float(share) <= 100 for share in (m[2], m[7]) if share), "more than all of the time"
+        assert not kernel or name == "other compute"
+        if name == "other compute":
+            assert_most_of_other(case, kernel)
+    assert all(float(share) <= 100 for share in (m[3], m[9]) if share), "more than all of the time"
+
+
+def assert_most_of_other(case: Case, named: str | None) -> None:
+    """Assert that the named kernel takes over half of the time of kind ``other``, or that none does."""
+    other_ns = sum(row["kinds_ns"].get("other", 0) for row in case.ranks.values())
+    names = {k.name for k in case.findings.attribution.kernels if k.kind == "other"}
+    times = [sum(a.end - a.start for raw in case.raw.values() for a in raw.activities if a.name == n) for n in names]
+    assert bool(named) == (2 * max(times, default=0) > other_ns)
+    if named:
+        longest = max(zip(times, names, strict=True))[1]
+        assert longest.startswith(named)
 
 
 @rule("verdict", rf"(?<=; )([a-z -]+?) {P}{RATE}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ringprof.analysis.kinds.kinds import KIND
+from tests.report.raw_facts import union_ns
 from tests.report.sentence_rules import MS, Case, R, mean, milliseconds, rule, three_digits
 
 # --- evidence -------------------------------------------------------------------------------------------------
@@ -128,6 +129,24 @@ def _missing(case: Case, m: re.Match[str]) -> None:
     assert int(m[1]) == len(absent) and listed <= absent and bool(m[4]) == (len(absent) > len(listed))
 
 
+@rule("warning", rf"(\d+) kernels or copies beside the window have no launch record, as if launched before profiling: "
+      rf"{MS}, {MS} of it communication, count as background")  # fmt: skip
+def _launched_before(case: Case, m: re.Match[str]) -> None:
+    (raw,) = case.raw.values()
+    first, last = raw.activities[0].start, max(a.end for a in raw.activities)
+    beside = [a for a in raw.outside if a.correlation not in raw.launches and a.start < last and a.end > first]
+    assert int(m[1]) == len(beside)
+    for text, kinds in ((m[2], ("comm", "compute", "memory")), (m[3], ("comm",))):
+        spans = [(max(a.start, first), min(a.end, last)) for a in beside if a.kind in kinds]
+        milliseconds(text, union_ns(spans))
+
+
+@rule("warning", r"(\d+) copied hops do not tell which rank they write to: time blocked on a peer counts as idle")
+def _nameless(case: Case, m: re.Match[str]) -> None:
+    assert 0 < int(m[1]) <= sum(a.name.startswith("Memcpy PtoP") for raw in case.raw.values() for a in raw.activities)
+    assert not any(row.get("blocked_on_peer_ns") for row in case.report["ranks"])
+
+
 @rule("warning", r"(\d+) kernels or copies are 0 ns long")
 def _zero(case: Case, m: re.Match[str]) -> None:
     assert int(m[1]) == sum(a.start == a.end for raw in case.raw.values() for a in raw.activities)
@@ -191,9 +210,14 @@ def _empty(case: Case, m: re.Match[str]) -> None:
     assert any(raw.marked for raw in case.raw.values())
 
 
-@rule("warning", r".*of (\d+) devices only (\d+) is reported; (\d+) activities ran on others")
+@rule("warning", rf".*of (\d+) devices only (\d+) is reported, the busiest; others are busy for {MS}")
 def _devices(case: Case, m: re.Match[str]) -> None:
-    assert int(m[1]) > 1
+    (raw,) = case.raw.values()
+    busy_ns = {device: 0 for device in {a.device for a in raw.activities}}
+    for activity in raw.activities:
+        busy_ns[activity.device] += activity.end - activity.start
+    assert int(m[1]) == len(busy_ns) > 1 and busy_ns[int(m[2])] == max(busy_ns.values())
+    milliseconds(m[3], sum(busy_ns.values()) - max(busy_ns.values()))
 
 
 @rule("warning", r"communication kernels have no record of their group: matched as the n-th of a stream on every rank, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from tests.report.raw_facts import is_copy_with_host
 from tests.report.sentence_communication import assert_waited_for
@@ -212,9 +213,47 @@ def _host_copies(case: Case, m: re.Match[str]) -> None:
     assert m[0].startswith("fewer") or any("ageable" in a.name for a in copies)
 
 
-@rule("remedy", r"(?:more )?CUDA graphs or torch\.compile")
+WORDS = {
+    "torch": ("torch.profiler.record_function", "ProfilerActivity.CPU"),
+    "nsys": ("NVTX ranges", "nsys profile --trace cuda,nvtx"), "rocprof": ("roctx ranges", "rocprofv3 --hip-trace"),
+    "ascend": ("mstx ranges", "torch_npu.profiler with ProfilerActivity.CPU"),
+    "xla": ("jax.profiler.TraceAnnotation", "jax.profiler's host tracer"),
+}  # fmt: skip
+"""Words of each writer of traces for the marks of phases, and for recording launches."""
+
+
+def words_of(case: Case) -> tuple[str, str]:
+    return WORDS[case.findings.attribution.ranks[0].producer]
+
+
+def on_amd(case: Case) -> bool:
+    devices = [rank.device or "" for rank in case.findings.attribution.ranks]
+    calls = [event.name for raw in case.raw.values() for event in raw.host]
+    return words_of(case) == WORDS["rocprof"] or "AMD" in devices[0] or any(name.startswith("hip") for name in calls)
+
+
+@rule("remedy", r"(CUDA|HIP) graphs( or torch\.compile)?"
+      r"(?: for the ([\d,]+) of ([\d,]+) kernels still launched one by one(?: \((.*?)\))?)?")  # fmt: skip
 def _graphs(case: Case, m: re.Match[str]) -> None:
-    assert not case.on_cpu and m[0].startswith("more") == ("cuda_graph" in case.codes)
+    kernels = [(raw, a) for raw in case.raw.values() for a in raw.activities if a.category == 0]
+    calls = Counter((id(raw), a.correlation) for raw, a in kernels if a.correlation in raw.launches)
+    single = [a for raw, a in kernels if calls[id(raw), a.correlation] < 8]
+    assert not case.on_cpu and "cuda_graph" not in case.codes and (m[1] == "HIP") == on_amd(case)
+    assert bool(m[3]) == (len(single) < len(kernels)) and not (m[2] and m[3])
+    if m[3]:
+        assert (m[3], m[4]) == (f"{len(single):,}", f"{len(kernels):,}")
+    compiled = any(a.name.startswith(("triton_poi", "triton_red", "triton_per")) for _, a in kernels)
+    assert bool(m[2]) == (words_of(case) == WORDS["torch"] and not m[3] and not compiled)
+
+
+@rule("remedy", r"graph mode|more of the step in one jax\.jit")
+def _other_graphs(case: Case, m: re.Match[str]) -> None:
+    assert words_of(case) in (WORDS["ascend"], WORDS["xla"])
+
+
+@rule("remedy", r"cudaMemPrefetchAsync before managed memory is touched, or memory that does not move")
+def _prefetch(case: Case, m: re.Match[str]) -> None:
+    assert any(a.name.startswith("Page migration") for raw in case.raw.values() for a in raw.activities)
 
 
 @rule("remedy", r"fewer and longer kernels")
@@ -245,8 +284,9 @@ def _of_the_host(case: Case, m: re.Match[str]) -> None:
     )
 
 
-@rule("remedy", r"name the program's phases with torch\.profiler\.record_function to see what it does meanwhile")
+@rule("remedy", r"name the program's phases with (.*?) to see what it does meanwhile")
 def _phases(case: Case, m: re.Match[str]) -> None:
+    assert m[1] == words_of(case)[0]
     assert any(not name for raw in case.raw.values() for _, name in raw.host_pieces)
 
 
@@ -260,6 +300,7 @@ def _pinned(case: Case, m: re.Match[str]) -> None:
     assert any("ageable" in a.name for raw in case.raw.values() for a in raw.activities)
 
 
-@rule("remedy", r"record the CPU's launches as well \(ProfilerActivity\.CPU\) to see the cause")
+@rule("remedy", r"record the CPU's launches as well \((.*?)\) to see the cause")
 def _launches(case: Case, m: re.Match[str]) -> None:
+    assert m[1] == words_of(case)[1]
     assert any(a.correlation not in raw.launches for raw in case.raw.values() for a in raw.activities)

@@ -57,7 +57,7 @@ def test_split_bar_is_clipped_to_the_chosen_times() -> None:
 
 def test_only_the_device_that_is_reported_is_drawn() -> None:
     builder = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(FLASH, 20, 30, launched=2)
-    builder.run("elementwise_of_the_other_device", 0, 500, launched=3, device=1)
+    builder.run("elementwise_of_the_other_device", 0, 15, launched=3, device=1)
     assert [(bar.category, bar.start_ns, bar.end_ns) for bar in bars_of(builder)] == [
         ("flash_fwd", 0, 10), ("flash_fwd", 20, 30), ("idle", 10, 20),
     ]  # fmt: skip

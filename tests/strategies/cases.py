@@ -111,7 +111,7 @@ def over_the_ranks(case: Case, problem: WorkloadShard, using: Any = None, **how:
     """Compute out, dq, dk and dv of the whole sequence on all ranks, with the kernel ``using`` if there is one."""
     strategy = create(case.name, kernel=problem.kernel, **how, **case.params)
     if using is not None:
-        strategy.kernel_for = lambda q: using
+        strategy.kernel_for = lambda q, **_: using
     *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
     for tensor in qkv:
         tensor.requires_grad_()

@@ -108,10 +108,16 @@ def _dense(
 # --- ring-flash-attn ----------------------------------------------------------------------------------
 
 
+def _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic):
+    assert (dropout_p, window_size, alibi_slopes, return_attn_probs) == (0.0, (-1, -1), None, False)
+    assert deterministic is False, "no strategy of the tests asks for it"
+
+
 def _ring(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
     deterministic=False, return_attn_probs=False, group=None,
 ):  # fmt: skip
+    _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
     return _dense(_contiguous, q, k, v, causal, softmax_scale, group)
 
 
@@ -119,6 +125,7 @@ def _zigzag(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
     deterministic=False, return_attn_probs=False, group=None,
 ):  # fmt: skip
+    _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
     assert causal, "zigzag ring is meaningless for causal=False"
     return _dense(_two_chunks, q, k, v, causal, softmax_scale, group)
 
@@ -127,6 +134,7 @@ def _stripe(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
     deterministic=False, return_attn_probs=False, group=None,
 ):  # fmt: skip
+    _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
     assert causal, "stripe flash attn only supports causal attention"
     return _dense(_striped, q, k, v, causal, softmax_scale, group)
 
@@ -146,8 +154,9 @@ def _llama3(
     softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, deterministic=False,
     return_attn_probs=False, group=None,
 ):  # fmt: skip
+    _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
     rank = dist.get_rank(group)
-    assert k.shape[1] % heads_k_stride == 0
+    assert causal and k.shape[1] % heads_k_stride == 0
     assert max_seqlen_q == q.shape[0] == int(cu_seqlens_q[-1])
     assert max_seqlen_k == int(cu_seqlens_k[-1]) == local_k_slice.stop == (rank + 1) * q.shape[0]
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -182,6 +191,8 @@ class _LongContextAttention(torch.nn.Module):
         self, query, key, value, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
         alibi_slopes=None, deterministic=False, return_attn_probs=False, *args,
     ):  # fmt: skip
+        _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
+        assert softcap == 0.0 and not args
         (ulysses, low), (ring, _) = self.ulysses_pg, self.ring_pg
         assert query.shape[2] % ulysses == key.shape[2] % ulysses == 0
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from ringprof.strategies import Unsupported, create, names
 from ringprof.strategies.errors import PeerLost
 from ringprof.strategies.transport import call_comparison
-from ringprof.strategies.transport.call_comparison import CallComparison, compare_call, difference
+from ringprof.strategies.transport.call_comparison import compare_call, difference
 from tests.paths import ROOT
 from tests.strategies.ranks import run_ranks
 
 SEQ = 32
 MEANS = ["memory", "store"]
-BY_STORE = patch.object(CallComparison, "_map", lambda *_: None)
+BY_STORE = patch.object(call_comparison, "_map_words", lambda *_: None)
 ADVICE = (
     "the ranks of a context-parallel group share one batch: give them the same cu_seqlens (one data loader per group,"
     " or the same seed and position)"

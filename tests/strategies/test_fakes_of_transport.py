@@ -18,7 +18,7 @@ from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel, _additive_mask
 from ringprof.strategies.masks.mask_blocks import AttnRectangle
 from ringprof.strategies.transport.baselines import RecordingKernel, TensorView
-from ringprof.strategies.transport.message import Message, Shapes, side_by_side
+from ringprof.strategies.transport.message import Message, MessageLayout, layout_of, side_by_side
 from tests.strategies.cases import CASES, WorkloadShard, dense, inputs, over_the_ranks, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -62,7 +62,7 @@ def strides_seen(rank: int, world: int) -> list[str]:
         for case in [case for case in CASES if world in case.worlds]:
             strategy = create(case.name, kernel="reference", **case.params)
             kernel = Recording()
-            strategy.kernel_for = lambda q, kernel=kernel: kernel
+            strategy.kernel_for = lambda q, kernel=kernel, **_: kernel
             for causal in (True, False):
                 for turned in (False, True):
                     q, k, v, dout = (strategy.shard(x) for x in full)
@@ -164,8 +164,8 @@ def test_plausibility_check_detects_gradients_of_wrong_memory(causal, scale):
 # --- messages ---------------------------------------------------------------------------------------
 
 
-def _allocate(shapes: Shapes) -> list[torch.Tensor]:
-    return [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+def _allocate(layout: MessageLayout) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=dtype) for dtype, shape in layout.buffers]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_tensors_are_packed_in_one_message_without_padding(shapes, messages):
     assert message.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
     for other in (message, message.with_buffers([buffer.clone() for buffer in message.buffers])):
         assert all(torch.equal(x, own) and own.is_contiguous() for x, own in zip(tensors, other.tensors, strict=True))
-    for other in (message.empty_like(), Message.empty(tuple(shapes), _allocate)):
+    for other in (message.empty_like(), Message.empty(layout_of(tuple(shapes)), _allocate)):
         assert [(x.dtype, tuple(x.shape)) for x in other.tensors] == shapes
         assert [tuple(x.shape) for x in other.buffers] == [tuple(x.shape) for x in message.buffers]
         starts = {x.data_ptr() for x in other.buffers} | {x.data_ptr() for x in message.buffers}

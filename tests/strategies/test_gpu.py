@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from ringprof.workload.mask import Mask
+from tests.strategies.fused_checks import differences, operations
+from tests.strategies.gpu_ranks import why_kernel_is_left_out
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,11 +32,9 @@ BLOCKS = [(1, 8, 8, 512, 512, True), (2, 8, 2, 500, 500, True), (2, 8, 8, 256, 5
 def _kernel(
     name: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, *, deterministic: bool = False
 ) -> Kernel:
-    reason = KERNELS[name].why_unsupported(torch.device("cuda"), dtype, head_dim)
+    reason = why_kernel_is_left_out(name, dtype, head_dim)
     if reason:
         pytest.skip(f"{name} {reason}")
-    if name == "flash-attn" and "+hdim128" in version("flash-attn") and (dtype, head_dim) != (torch.bfloat16, 128):
-        pytest.skip("this build of flash-attn has bf16 with head_dim 128 only")
     return KERNELS[name]()
 
 
@@ -151,32 +150,8 @@ def test_kernel_without_a_deterministic_mode_is_refused_or_skipped():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_fused_kernels_equal_plain_torch(head_dim, dtype, monkeypatch):
     monkeypatch.setattr(merge, "FUSED_FROM", 0)
-    torch.manual_seed(0)
-    full = torch.randn(2, 154, 3, head_dim)
-    full_lse = 3 * torch.randn(2, 3, 154)
-    block, block_lse = torch.randn(2, 77, 3, head_dim).to(dtype), 3 * torch.randn(2, 3, 77)
-    results = []
-    for device in ("cpu", "cuda"):
-        out, lse = full.to(device, copy=True), full_lse.to(device, copy=True)
-        merge.merge_into(out, out, lse, block.to(device), block_lse.to(device), slice(77, 154))
-        narrow = torch.empty_like(out, dtype=dtype)
-        # The LSE is merged in place, and on the CPU `to` alone would hand out the one that the GPU begins with.
-        narrow_lse = full_lse.to(device, copy=True)
-        merge.merge_into(narrow, full.to(device), narrow_lse, block.to(device), block_lse.to(device), slice(77))
-        total = full.to(device, copy=True)
-        merge.accumulate(total[:, :77], block.to(device))
-        delta = merge.row_product(block.to(device), full[:, :77].to(dtype).to(device))
-        stand_in = merge.output_with_delta(block.to(device), delta)
-        begun = merge.write_rows(full.to(device, copy=True), slice(40, 117), block.to(device))
-        parts = [(slice(0, 77), block.to(device)), (slice(77, 154), block.to(device))]
-        settled = merge.add_and_cast(full.to(device), parts, dtype)
-        tensors = (out, lse, narrow_lse, total, delta, begun, narrow, settled, stand_in)
-        results.append([tensor.cpu().double() for tensor in tensors])
-    names = ("out", "lse", "narrow_lse", "total", "delta", "begun", "narrow", "settled", "stand_in")
-    for name, plain, fused in zip(names, *results, strict=True):
-        # float32 sums of up to 128 terms in another order; the last three are rounded to the input's type.
-        tolerance = 2e-2 if name in ("narrow", "stand_in", "settled") else 1e-4
-        assert (plain - fused).abs().max() <= tolerance * plain.abs().max(), name
+    plain, fused = (operations(device, head_dim, dtype, 77) for device in ("cpu", "cuda"))
+    assert differences(plain, fused, dtype) == []
 
 
 @pytest.mark.parametrize("heads", [32, 40])

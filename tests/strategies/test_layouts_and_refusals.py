@@ -448,7 +448,8 @@ class _Group:
 
 def test_all_messages_of_a_hop_are_waited_for():
     transport: Any = object.__new__(TorchTransport)
-    vars(transport).update(group=_Group(), all_to_all_device="cpu", _splits=partial(_splits, 4, 3, 1), _posted=[])
+    vars(transport).update(group=_Group(), all_to_all_device="cpu", _splits=partial(_splits, 4, 3, 1))
+    transport._check = lambda layout, waits: False
     ring: Any = SimpleNamespace(channel="kv", link="same_host", meter=Meter())
     messages = [
         [torch.full((rows,), number) for rows, number in numbers]

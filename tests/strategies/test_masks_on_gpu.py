@@ -1,33 +1,37 @@
-"""Packed documents and windows on GPU kernels, against float64: one kernel, and strategies on several GPUs."""
+"""Packed documents and windows on GPUs, against float64: kernels, and strategies over both transports of hops."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ringprof.strategies import Unsupported, create
-from ringprof.strategies.kernels.kernel import Kernel
-from ringprof.strategies.kernels.reference import MaskedReference, ReferenceKernel
+from ringprof.strategies.kernels.reference import MaskedReference
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from ringprof.workload.mask import Mask
+from tests.pairs import pairs
 from tests.strategies.cases import Case
-from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
+from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks, why_kernel_is_left_out
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch's compiler, which flex needs, warns of what torch itself does.
+    # Packages of kernels warn of each other.
     pytest.mark.filterwarnings("default"),
 ]
-SEQ, HEAD_DIM = 1024, 128
-SHAPES = [(1, 8, 8), (2, 8, 2)]
-"""Shapes (batch, heads, kv heads)."""
+SEQ = 1024
+Problem = tuple[int, int, int, int]
+"""(batch, heads, kv heads, head_dim)."""
+PROBLEMS: list[Problem] = [(1, 8, 8, 128), (2, 8, 2, 128), (1, 12, 4, 128), (2, 6, 1, 80), (3, 8, 1, 80)]
+"""Problems in which one packed buffer and a buffer per tensor differ in size, also for parts of the rows."""
 DOCUMENTS = Mask.of(documents=[0, 1, 8, 300, 300, 556, 1024])
 MASKS = [
     DOCUMENTS,
@@ -35,29 +39,39 @@ MASKS = [
     Mask.of(window=(63, 0)),
     Mask.of(window=(600, 0)),
     Mask.of(causal=False, window=(40, 70)),
+    Mask.of(documents=[0, 496, 590, 1024]),
     Mask.of(documents=[0, 5, 500, 1024], window=(127, 0)),
     Mask.of(window=(200, 0), prefix=70),
     Mask.of(documents=[0, 5, 500, 1024], window=(127, 0), prefix=3),
 ]
 CASES = [
-    Case("ring"), Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),
-    Case("usp"), Case("allgather"), Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
-    Case("burst"), Case("double-ring", {"ring_window": 1}), Case("megatron"),
-    Case("megatron", {"documents_layout": "per_document"}),
+    Case("ring"), Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}),
+    Case("zigzag", {"documents_layout": "dealt"}), Case("stripe"), Case("ulysses"), Case("usp"),
+    Case("usp", {"ulysses_degree": 1}), Case("usp", {"ulysses_degree": 1, "layout": "stripe"}), Case("allgather"),
+    Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}), Case("double-ring"),
+    Case("double-ring", {"ring_window": 1}), Case("double-ring", {"documents_layout": "packed"}), Case("megatron"),
+    Case("megatron", {"documents_layout": "per_document"}), Case("burst"), Case("burst", {"ring_window": 1}),
+    Case("burst", {"optimized_backward": False}), Case("burst", {"grad_wire": "fp32"}),
+    *(Case("burst", {"documents_layout": layout}) for layout in ("packed", "per_document", "dealt")),
+    Case("burst", {"optimized_backward": False, "documents_layout": "packed"}),
 ]  # fmt: skip
+WITHOUT_COPIES = ("ulysses", "allgather", "megatron")
+"""Strategies of which nothing travels by copy engine."""
 
 
-def full_inputs(batch: int, heads: int, kv_heads: int) -> list[Tensor]:
+def full_inputs(problem: Problem) -> list[Tensor]:
+    """Return q, k, v and dout of the whole sequence, equal on every rank."""
+    batch, heads, kv_heads, head_dim = problem
     generator = torch.Generator("cuda").manual_seed(batch)
-    shapes = [(batch, SEQ, count, HEAD_DIM) for count in (heads, kv_heads, kv_heads, heads)]
+    shapes = [(batch, SEQ, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
 
 
 def truth_of(full: list[Tensor], mask: Mask, softcap: float = 0.0) -> list[Tensor]:
     q, k, v, dout = (x.double() for x in full)
-    kernel = MaskedReference(mask, softcap=softcap)
-    out, lse = kernel.forward(q, k, v, scale=HEAD_DIM**-0.5, causal=mask.causal)
-    return [out, *kernel.backward(dout, q, k, v, lse, out=out, scale=HEAD_DIM**-0.5, causal=mask.causal)]
+    kernel, how = MaskedReference(mask, softcap=softcap), {"scale": q.shape[-1] ** -0.5, "causal": mask.causal}
+    out, lse = kernel.forward(q, k, v, **how)
+    return [out, *kernel.backward(dout, q, k, v, lse, out=out, **how)]
 
 
 def worst(values: list[Tensor], truth: list[Tensor]) -> float:
@@ -65,28 +79,31 @@ def worst(values: list[Tensor], truth: list[Tensor]) -> float:
 
 
 VARLEN = ("flash-attn-3", "flash-attn", "torch-flash")
-ALL_KERNELS = [name for name in KERNELS if name not in ("cpu-flash", "reference")]
 SOFTCAP = 2.0
 """Softcap that is no larger than some scores."""
+KERNELS_AND_SOFTCAPS = [
+    (name, softcap)
+    for name in KERNELS
+    for softcap in (0.0, SOFTCAP)
+    if name not in ("cpu-flash", "reference") and (not softcap or KERNELS[name].takes_softcap)
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "softcap"),
-    [
-        (name, softcap)
-        for name in ALL_KERNELS
-        for softcap in (0.0, SOFTCAP)
-        if not softcap or KERNELS[name].takes_softcap
-    ],
-)
+@pytest.mark.parametrize(("name", "softcap"), [pair for pair in KERNELS_AND_SOFTCAPS if pair[0] != "flex"])
 def test_kernel_on_mask_blocks_agrees_with_float64(name: str, softcap: float) -> None:
-    reason = KERNELS[name].why_unsupported(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    check_mask_blocks(name, softcap, [PROBLEMS[1], PROBLEMS[4]] if name == "cudnn" else PROBLEMS)
+
+
+def check_mask_blocks(name: str, softcap: float, problems: list[Problem]) -> None:
+    """Compare one kernel with float64 on the blocks of all masks; skip the test where it does not run here."""
+    reason = why_kernel_is_left_out(name)
     if reason:
         pytest.skip(f"{name} {reason}")
     wrong = []
-    # What is compiled for every number of heads is held on one.
-    for shape in SHAPES[1:] if name == "flex" else SHAPES:
-        full = full_inputs(*shape)
+    for problem in problems:
+        if why_kernel_is_left_out(name, head_dim=problem[3]):
+            continue
+        full = full_inputs(problem)
         q, k, v, dout = full
         for mask in MASKS:
             block = sharded_mask_of(mask, LAYOUTS["contiguous"], 1, SEQ).block(0, 0)
@@ -94,7 +111,7 @@ def test_kernel_on_mask_blocks_agrees_with_float64(name: str, softcap: float) ->
             kernel = KERNELS[name](softcap=softcap)
             if block.parts.bands and not kernel.takes_windows:
                 continue
-            how = {"scale": HEAD_DIM**-0.5, "causal": False, "parts": block.parts}
+            how = {"scale": problem[3] ** -0.5, "causal": False, "parts": block.parts}
             try:
                 out, lse = kernel.forward(q, k, v, **how)
             except RuntimeError as error:
@@ -105,62 +122,82 @@ def test_kernel_on_mask_blocks_agrees_with_float64(name: str, softcap: float) ->
             off = worst([out, *gradients], truth_of(full, mask, softcap))
             # Not "off > 0.02": NaN must not pass.
             if not off < 0.02:
-                wrong.append(f"{name}, {shape}, {mask}: {off}")
+                wrong.append(f"{name}, {problem}, {mask}: {off}")
     assert not wrong
 
 
-def wrong_on_a_rank(rank: int, kernel: str, masks: list[Mask], cases: list[Case], softcap: float) -> list[str]:
-    wrong = []
-    for case in cases:
-        began = time.perf_counter()
-        strategy = create(case.name, kernel=kernel, hops="nccl", **case.params)
-        # What is compiled or planned for every number of heads is held on one.
-        for shape, mask in itertools.product(SHAPES if kernel in VARLEN else SHAPES[1:], masks):
-            full = full_inputs(*shape)
-            share = {"documents": mask.documents}
-            leaves = [strategy.shard(x, **share).requires_grad_() for x in full[:3]]
-            try:
-                how = {"causal": mask.causal, "window_size": mask.window, "prefix": mask.prefix, "softcap": softcap}
-                out = strategy.attention(*leaves, **how, **share)
-            except Unsupported as refusal:
-                assert mask.windowed and "takes no sliding windows" in str(refusal)
-                continue
-            gradients = torch.autograd.grad(out, leaves, strategy.shard(full[3], **share))
-            off = worst([strategy.unshard(x, **share) for x in (out, *gradients)], truth_of(full, mask, softcap))
-            if not off < 0.02:
-                wrong.append(f"{case}, {shape}, {mask}: {off}")
-        if rank == 0:
-            print(f"{kernel}, {case}: {time.perf_counter() - began:.1f} s", flush=True)
+Row = tuple[Case, str, tuple[str, Problem], Mask, float]
+"""One call of a strategy: (case, hops, (kernel, problem), mask, softcap)."""
+Options = tuple[list[Case], list[tuple[str, Problem]], list[Mask], list[float]]
+"""Strategies, kernels with problems, masks and softcaps of which calls are combined, with both transports of hops."""
+
+
+def error_of(strategy: Any, problem: Problem, mask: Mask, softcap: float = 0.0) -> float:
+    """Return the largest relative error of the output and the gradients of one call; 0 where it is refused."""
+    full, share = full_inputs(problem), {"documents": mask.documents}
+    leaves = [strategy.shard(x, **share).requires_grad_() for x in full[:3]]
+    how = {"causal": mask.causal, "window_size": mask.window, "prefix": mask.prefix, "softcap": softcap}
+    try:
+        out = strategy.attention(*leaves, **how, **share)
+    except Unsupported as refusal:
+        assert mask.windowed and "takes no sliding windows" in str(refusal)
+        return 0.0
+    gradients = torch.autograd.grad(out, leaves, strategy.shard(full[3], **share))
+    return worst([strategy.unshard(x, **share) for x in (out, *gradients)], truth_of(full, mask, softcap))
+
+
+def wrong_on_a_rank(rank: int, rows: list[Row]) -> list[str]:
+    wrong, began, strategies = [], time.perf_counter(), {}
+    for index, (case, hops, (kernel, problem), mask, softcap) in enumerate(rows):
+        key = f"{case}, {hops}, {kernel}"
+        if key not in strategies:
+            strategies[key] = create(case.name, kernel=kernel, hops=hops, **case.params)
+        off = error_of(strategies[key], problem, mask, softcap)
+        if not off < 0.02:
+            wrong.append(f"{key}, {problem}, {mask}, softcap {softcap}: {off}")
+        if rank == 0 and (index + 1 == len(rows) or case != rows[index + 1][0]):
+            print(f"{case}: {time.perf_counter() - began:.1f} s", flush=True)
     return wrong
 
 
-ZIGZAG, RING, USP, BURST = (Case(name) for name in ("zigzag", "ring", "usp", "burst"))
-# cuDNN makes a plan and flex compiles for every length: seconds each, so few of them.
-ON_TWO = {
-    **{kernel: (kernel, MASKS, CASES, 0.0) for kernel in VARLEN},
-    "cudnn": ("cudnn", MASKS[:1], [ZIGZAG, BURST], 0.0),
-    "flex-documents": ("flex", [DOCUMENTS], [ZIGZAG], 0.0),
-    "flex-window": ("flex", MASKS[2:3], [RING, USP], 0.0),
-    "flex-softcap": ("flex", [Mask.of()], [ZIGZAG], SOFTCAP),
-}
-"""(kernel, masks, strategies, softcap) by name. Each part ends within 45 s on two H200, of which 15 are the start."""
+def rows_of(options: Options, choose: Callable[..., Iterable[Any]] = pairs) -> list[Row]:
+    """Return the calls that ``choose`` combines, for kernels that run here; skip the test where there is none."""
+    cases, problems, masks, softcaps = options
+    reasons = {(kernel, problem): why_kernel_is_left_out(kernel, head_dim=problem[3]) for kernel, problem in problems}
+    problems = [(kernel, problem) for (kernel, problem), reason in reasons.items() if reason is None]
+    if not problems:
+        pytest.skip(" and ".join({f"{kernel} {reason}" for (kernel, _), reason in reasons.items()}))
+    rows = choose(cases, ("nccl", "copy"), problems, masks, softcaps)
+    return [row for row in rows if row[1] == "nccl" or row[0].name not in WITHOUT_COPIES]
+
+
+VARLEN_OPTIONS: Options = (CASES, [(kernel, problem) for kernel in VARLEN for problem in PROBLEMS], MASKS, [0.0])
+# It makes a plan for every length: seconds each, so few of them.
+CUDNN_OPTIONS: Options = (
+    [Case("zigzag"), Case("burst")], [("cudnn", PROBLEMS[1]), ("cudnn", PROBLEMS[4])], [DOCUMENTS], [0.0]
+)  # fmt: skip
 
 
 @needs_two_gpus
-@pytest.mark.parametrize("part", ON_TWO)
-def test_masked_strategies_are_exact_on_two_gpus(part: str) -> None:
-    reason = KERNELS[ON_TWO[part][0]].why_unsupported(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
-    if reason:
-        pytest.skip(f"{ON_TWO[part][0]} {reason}")
-    assert run_gpu_ranks(2, wrong_on_a_rank, *ON_TWO[part]) == [[], []]
+@pytest.mark.parametrize("options", [VARLEN_OPTIONS, CUDNN_OPTIONS], ids=["varlen", "cudnn"])
+def test_masked_strategies_are_exact_on_two_gpus(options: Options) -> None:
+    assert run_gpu_ranks(2, wrong_on_a_rank, rows_of(options)) == [[], []]
+
+
+@needs_two_gpus
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_masks_and_problems_of_a_strategy_are_exact_on_two_gpus(case: Case) -> None:
+    rows = rows_of(([case], *VARLEN_OPTIONS[1:]), itertools.product)
+    assert run_gpu_ranks(2, wrong_on_a_rank, rows) == [[], []]
 
 
 def bits(rank: int) -> list[str]:
     """Return the tensors in which a change of one document changes bits of another, with a deterministic kernel."""
-    full, leaking = full_inputs(1, 8, 2), []
+    full, leaking = full_inputs((1, 8, 2, 128)), []
     inside = slice(300, 556)
     for case in CASES:
-        strategy = create(case.name, kernel="flash-attn", hops="nccl", deterministic=True, **case.params)
+        strategy = create(case.name, kernel="flash-attn", deterministic=True, **case.params)
         results = []
         for value in (1.0, float("nan"), 3.0):
             changed = [x.clone() for x in full]
@@ -184,19 +221,3 @@ def test_values_of_one_document_do_not_change_another() -> None:
     if KERNELS["flash-attn"].missing(torch.device("cuda")):
         pytest.skip("flash-attn is not here")
     assert run_gpu_ranks(2, bits) == [[], []]
-
-
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 192, 256])
-def test_flex_takes_heads_of_any_size(head_dim: int) -> None:
-    torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 300, heads, head_dim, device="cuda").bfloat16() for heads in (4, 2, 2, 4))
-    truth = truth_with(ReferenceKernel(), q, k, v, dout, head_dim)
-    results = truth_with(KERNELS["flex"](), q, k, v, dout, head_dim)
-    assert worst(results, truth) < 0.02
-
-
-def truth_with(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, head_dim: int) -> list[Tensor]:
-    if kernel.name == "reference":
-        q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    out, lse = kernel.forward(q, k, v, scale=head_dim**-0.5, causal=True)
-    return [out, *kernel.backward(dout, q, k, v, lse, out=out, scale=head_dim**-0.5, causal=True)]

@@ -36,6 +36,14 @@ def _parts(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, left: int, right: int) ->
     return MaskBlocks(tuple(AttnRectangle(*a, *b, left, right) for a, b in pairs), q.shape[0], k.shape[0])
 
 
+def _check_longest(parts: MaskBlocks, max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
+    assert max_seqlen_q == max(part.queries for part in parts) and max_seqlen_k == max(part.keys for part in parts)
+
+
+_deterministic: list[bool] = []
+"""Whether each call of a backward pass was to be deterministic."""
+
+
 def _fwd3(
     q: Tensor, k: Tensor, v: Tensor, k_new: Any = None, v_new: Any = None, q_v: Any = None, out: Any = None,
     cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, cu_seqlens_k_new: Any = None, seqused_q: Any = None,
@@ -51,7 +59,7 @@ def _fwd3(
     if cu_seqlens_q is None:
         return *kernel.forward(q, k, v, scale=softmax_scale, causal=is_causal), none, none
     parts = _parts(q, k, cu_seqlens_q, cu_seqlens_k, window_size_left, 0 if is_causal else window_size_right)
-    assert max_seqlen_q == max(part.queries for part in parts) and max_seqlen_k == max(part.keys for part in parts)
+    _check_longest(parts, max_seqlen_q, max_seqlen_k)
     result, lse = kernel.forward(q[None], k[None], v[None], scale=softmax_scale, causal=False, parts=parts)
     return result[0], lse[0], none, none
 
@@ -64,11 +72,13 @@ def _bwd3(
     window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert dq is not None and dk is not None and dv is not None and softmax_scale is not None
+    _deterministic.append(deterministic)
     kernel = ReferenceKernel(softcap=softcap)
     if cu_seqlens_q is None:
         gradients = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
     else:
         parts = _parts(q, k, cu_seqlens_q, cu_seqlens_k, window_size_left, 0 if is_causal else window_size_right)
+        _check_longest(parts, max_seqlen_q, max_seqlen_k)
         rows = (x[None] for x in (dout, q, k, v, softmax_lse))
         gradients = kernel.backward(*rows, out=out[None], scale=softmax_scale, causal=False, parts=parts)
     for target, gradient in zip((dq, dk, dv), gradients, strict=True):
@@ -90,6 +100,7 @@ def _bwd2(
     softcap: float, deterministic: bool, gen: Any, rng_state: Any,
 ) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
     assert (dq, p_dropout, window_left, window_right) == (None, 0.0, -1, -1)
+    _deterministic.append(deterministic)
     kernel = ReferenceKernel(softcap=softcap)
     gradients = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
     return gradients[0], dk.copy_(gradients[1]), dv.copy_(gradients[2]), None
@@ -116,8 +127,9 @@ def _varlen_bwd2(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert dropout_p == 0.0
     return _bwd3(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale,
-        is_causal=causal, window_size_left=window_size_left, window_size_right=window_size_right, softcap=softcap,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal, window_size_left=window_size_left,
+        window_size_right=window_size_right, softcap=softcap, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -143,6 +155,8 @@ class _Aten:
         max_q: int, max_k: int, dropout_p: float, is_causal: bool, seed: Tensor, offset: Tensor, *, scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert (max_q, max_k, dropout_p, seed.shape, offset.dim()) == (q.shape[2], k.shape[2], 0.0, (2,), 0)
+        assert cum_seq_q is None and cum_seq_k is None
+        _deterministic.append(torch.are_deterministic_algorithms_enabled())
         dout, q, k, v, out = _swapped(dout, q, k, v, out)
         return _swapped(*ReferenceKernel().backward(dout, q, k, v, lse, out=out, scale=scale, causal=is_causal))
 
@@ -164,7 +178,7 @@ class _Aten:
         bias: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
         scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert q.shape[2] * k.shape[2] > 1, "cuDNN refuses one query with one key"
+        assert q.shape[2] * k.shape[2] > 1 and bias is None, "cuDNN refuses one query with one key"
         return _Aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.squeeze(-1), cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
             torch.empty(2), seed, scale=scale,
@@ -175,7 +189,7 @@ class _Aten:
         q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
         is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int, window_size_right: int,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert not return_debug_mask
+        assert not return_debug_mask and dropout_p == 0.0
         return _varlen_fwd2(
             q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal, window_size_left,
             window_size_right,
@@ -191,9 +205,35 @@ class _Aten:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         _varlen_bwd2(
             dout, q, k, v, out, lse, dq, dk, dv, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal,
-            window_size_left, window_size_right, 0.0, None, False,
+            window_size_left, window_size_right, 0.0, None, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return [dq, dk, dv]
+
+    @staticmethod
+    def _scaled_dot_product_efficient_attention(
+        q: Tensor, k: Tensor, v: Tensor, bias: Any, compute_lse: bool, dropout_p: float, is_causal: bool, *,
+        scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert compute_lse and bias is None and dropout_p == 0.0
+        out, lse = ReferenceKernel().forward(*_swapped(q, k, v), scale=scale, causal=is_causal)
+        # The real one pads the rows of its LSE to a multiple of 32, and leaves them as the memory was.
+        return out.transpose(1, 2), torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=7.0)
+
+    @staticmethod
+    def _scaled_dot_product_efficient_attention_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, lse: Tensor, seed: Tensor,
+        offset: Tensor, dropout_p: float, grad_input_mask: list[bool], is_causal: bool, *, scale: float,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        assert (bias, dropout_p, grad_input_mask) == (None, 0.0, [True, True, True, False])
+        dout, q, k, v, out = _swapped(dout, q, k, v, out)
+        seq, padding = q.shape[1], -q.shape[1] % 32
+        assert lse.shape[-1] == seq + padding
+        gradients = ReferenceKernel().backward(dout, q, k, v, lse[..., :seq], out=out, scale=scale, causal=is_causal)
+        # Rows behind the end hold anything: only their LSE keeps them from adding to dK and dV.
+        rows = (torch.ones_like(x[:, :1]).repeat(1, padding, 1, 1) for x in (dout, q, out))
+        dout, q, out = rows
+        behind = ReferenceKernel().backward(dout, q, k, v, lse[..., seq:], out=out, scale=scale, causal=False)
+        return *_swapped(gradients[0], gradients[1] + behind[1], gradients[2] + behind[2]), None
 
 
 def _fwd4(
@@ -223,7 +263,7 @@ def _bwd4(
     return _bwd3(
         dout, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, is_causal=causal, softcap=softcap,
-        **_limits(window_size_left, window_size_right),
+        deterministic=deterministic, **_limits(window_size_left, window_size_right),
     )[:3]  # fmt: skip
 
 
@@ -263,12 +303,15 @@ PARTS = [
     Mask.of(window=(5, 0)),
     Mask.of(causal=False, documents=[0, 11, 24], window=(3, 2)),
 ]
+ACROSS = sharded_mask_of(Mask.of(causal=False, documents=[0, 11, 40, 48], window=(13, 7)), LAYOUTS["zigzag"], 2, 48)
+"""Mask of two ranks: their blocks have rectangles of more queries than keys, and of more keys than queries."""
 
 
 @pytest.mark.parametrize(
     ("name", "softcap", "masks", "sizes"),
     [
         ("torch-flash", 0.0, WHOLE + PARTS, (8, 8)),
+        ("torch-efficient", 0.0, WHOLE + PARTS[:1], (8, 8)),
         ("cudnn", 0.0, WHOLE + PARTS[:1], (8, 8)),
         ("flash-attn", 0.0, WHOLE + PARTS, (8, 8)),
         ("flash-attn", 2.0, WHOLE + PARTS, (8, 8)),
@@ -289,15 +332,21 @@ def test_arguments_passed_to_kernels_match_the_mask(
         torch.randn(2, 24, heads, size, generator=generator, dtype=torch.float64)
         for heads, size in zip((4, 2, 2, 4, 4), (sizes[0], *sizes, sizes[1], sizes[1]), strict=True)
     )
-    for mask in masks:
-        block = sharded_mask_of(mask, LAYOUTS["contiguous"], 1, 24).block(0, 0)
+    blocks = [sharded_mask_of(mask, LAYOUTS["contiguous"], 1, 24).block(0, 0) for mask in masks]
+    if KERNELS[name].takes_windows:
+        blocks += [ACROSS.block(0, 1), ACROSS.block(1, 0)]
+    for index, block in enumerate(blocks):
         assert block is not None
         how: Any = {"scale": 0.4, "causal": block.causal, "parts": block.parts}
-        newer, exact = KERNELS[name](softcap=softcap), ReferenceKernel(softcap=softcap)
+        deterministic = KERNELS[name].has_deterministic_mode and index % 2 == 0
+        newer, exact = KERNELS[name](softcap=softcap, deterministic=deterministic), ReferenceKernel(softcap=softcap)
         (result, lse), (truth, true_lse) = (kernel.forward(q, k, v, **how) for kernel in (newer, exact))
         assert relative_error(result, truth) < 1e-13 and torch.allclose(lse, true_lse, rtol=1e-12)
+        _deterministic.clear()
         gradients = [kernel.backward(dout, q, k, v, true_lse + 0.3, out=out, **how) for kernel in (newer, exact)]
-        assert all(relative_error(x, y) < 1e-12 for x, y in zip(*gradients, strict=True)), mask
+        assert all(relative_error(x, y) < 1e-12 for x, y in zip(*gradients, strict=True)), block
+        # The memory-efficient operator has no such mode.
+        assert set(_deterministic) == {deterministic} or name == "torch-efficient"
 
 
 def test_newer_flash_attn_needs_a_gpu() -> None:

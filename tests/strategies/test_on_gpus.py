@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ringprof.strategies import create
 from ringprof.strategies.kernels.reference import ReferenceKernel
+from tests.pairs import pairs
 from tests.strategies.cases import CASES, Case
 from tests.strategies.gpu_ranks import SIZES, needs_two_gpus, run_gpu_ranks
 
@@ -60,12 +63,15 @@ def by_torch(layout: str, full: list[Tensor], causal: bool) -> list[Tensor]:
     return [x.detach().transpose(1, 2) for x in (out, *gradients)]
 
 
-def in_random_order(rank: int, size: int, seed: int) -> list[str]:
-    """Run all strategies and torch's attention in one process on mixed shapes and masks; return errors above 2 %."""
+def in_random_order(rank: int, size: int, seed: int, choose: Callable[..., Iterable[Any]]) -> list[str]:
+    """Run all strategies and torch's attention in one process on mixed shapes and masks; return errors above 2 %.
+
+    ``choose``: `pairs`, or `itertools.product` for every combination.
+    """
     draw = random.Random(seed)
     kinds: list[tuple[Case | str, str]] = [("bshd", ""), ("bhsd", "")]
     kinds += [(case, hops) for case in CASES if size in case.worlds for hops in ("nccl", "copy")]
-    jobs = [(shape, causal, kind) for shape in SHAPES for causal in (True, False) for kind in kinds]
+    jobs = list(choose(SHAPES, (True, False), kinds))
     draw.shuffle(jobs)
     known: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     wrong = []
@@ -82,17 +88,20 @@ def in_random_order(rank: int, size: int, seed: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "choose"), [(0, pairs), pytest.param(1, itertools.product, marks=pytest.mark.long)])
 @pytest.mark.parametrize("size", SIZES[:1])
-def test_cudnn_is_exact_in_any_order_of_calls(size, seed):
-    for wrong in run_gpu_ranks(size, in_random_order, size, seed):
+def test_cudnn_is_exact_in_any_order_of_calls(size, seed, choose):
+    for wrong in run_gpu_ranks(size, in_random_order, size, seed, choose):
         assert wrong == []
 
 
-def graphed(rank: int, kernel: str) -> list[str]:
+ON_TWO = [case for case in CASES if 2 in case.worlds]
+
+
+def graphed(rank: int, kernels: list[tuple[str, Case]]) -> list[str]:
     """Return the cases whose replayed pass differs from an ordinary one, on inputs set after the capture."""
     wrong = []
-    for case in [case for case in CASES if 2 in case.worlds]:
+    for kernel, case in kernels:
         # Copied hops, which `auto` takes beside cuDNN, cannot be captured.
         strategy = create(case.name, kernel=kernel, hops="nccl", **case.params)
         draws = [full_inputs(1, 8, 4), [x.flip(1) for x in full_inputs(1, 8, 4)]]
@@ -120,21 +129,30 @@ def graphed(rank: int, kernel: str) -> list[str]:
         expected = once()
         worst = max(error(x, y.double()) for x, y in zip(replayed, expected, strict=True))
         if not worst < 5e-3:
-            wrong.append(f"{case}: {worst:.2g}")
+            wrong.append(f"{kernel}, {case}: {worst:.2g}")
         torch.cuda.synchronize()
     return wrong
 
 
-@pytest.mark.parametrize("kernel", ["torch-flash", "cudnn"])
-def test_a_pass_can_be_captured_in_a_cuda_graph(kernel):
-    for wrong in run_gpu_ranks(2, graphed, kernel):
+GRAPHED = ["torch-flash", "cudnn"]
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(list(zip(itertools.cycle(GRAPHED), ON_TWO, strict=False)), id="in turn"),
+        *(pytest.param([(name, case) for case in ON_TWO], id=name, marks=pytest.mark.long) for name in GRAPHED),
+    ],
+)
+def test_a_pass_can_be_captured_in_a_cuda_graph(kernels):
+    for wrong in run_gpu_ranks(2, graphed, kernels):
         assert wrong == []
 
 
 def without_waiting(rank: int) -> list[str]:
     """Return the cases in which a pass with a gradient through the LSE waits for the GPU after the first calls."""
     waiting = []
-    for case in [case for case in CASES if 2 in case.worlds]:
+    for case in ON_TWO:
         for hops in ("nccl", "copy") if case.name not in ("ulysses", "megatron", "allgather") else ("nccl",):
             strategy = create(case.name, kernel="cudnn", hops=hops, **case.params)
             leaves = [strategy.shard(x).requires_grad_() for x in full_inputs(1, 8, 4)[:3]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringprof.strategies import Unsupported, create, find, names
-from ringprof.strategies.kernels import flash_attn
+from ringprof.strategies.kernels import flash_attn, proof
 from ringprof.strategies.kernels.flash_attn import FlashAttnKernel
+from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS, choose_kernel
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import WorkloadShard, inputs, relative_error
@@ -138,25 +141,23 @@ def test_strategy_computes_with_and_without_softcap() -> None:
 
 
 @pytest.mark.parametrize("build", ["whole", "without", "old"])
-def test_flash_attn_2_is_asked_whether_its_build_takes_a_softcap(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fwd(q: Tensor, k: Tensor, v: Tensor, out: None, alibi: None, p: float, scale: float, *rest: object) -> object:
-        if build == "old" and len(rest) > 5:
+def test_a_build_of_flash_attn_2_may_lack_the_softcap(
+    build: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fwd(
+        q: Tensor, k: Tensor, v: Tensor, out: None, alibi: None, p: float, scale: float, causal: bool, *rest: Any
+    ) -> object:
+        if build == "old" and len(rest) > 4:
             raise TypeError("fwd(): incompatible function arguments")
-        if build == "without" and rest[3]:
+        if build == "without" and rest[2]:
             raise RuntimeError("This flash attention build does not support softcap.")
-        return q, torch.zeros(1, 1, 1)
+        return ReferenceKernel(softcap=rest[2]).forward(q, k, v, scale=scale, causal=causal)
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(proof, "_verdicts", {})
     monkeypatch.setattr(flash_attn, "_flash_attn", lambda: SimpleNamespace(fwd=fwd))
     monkeypatch.setattr(FlashAttnKernel, "missing", classmethod(lambda cls, device: None))
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    flash_attn._takes_softcap.cache_clear()
-    try:
-        if build == "whole":
-            assert choose_kernel("auto", cpu, bf16, 64, softcap=5.0) is FlashAttnKernel
-        else:
-            assert choose_kernel("auto", cpu, bf16, 64, softcap=5.0).name == "flex"
-            with pytest.raises(Unsupported, match=r"'flash-attn' is not available: it takes no softcap \(.*flex"):
-                choose_kernel("flash-attn", cpu, bf16, 64, softcap=5.0)
-        assert choose_kernel("flash-attn", cpu, bf16, 64) is FlashAttnKernel
-    finally:
-        flash_attn._takes_softcap.cache_clear()
+    case = proof.Case("full", torch.bfloat16, 64, 64, 1, softcap=5.0, backward=False)
+    error = proof.prove(FlashAttnKernel, case, torch.device("cpu"))
+    reasons = {"whole": None, "without": "RuntimeError: This flash", "old": "TypeError: fwd"}
+    assert error is None if build == "whole" else f"softcap 5, forward only: {reasons[build]}" in str(error)

@@ -326,3 +326,10 @@ def test_several_inputs_must_be_traces(tmp_path):
 def test_unsupported_trace_formats_are_trace_errors(tmp_path):
     with pytest.raises(TraceFormatError):
         detect([put(tmp_path, "t.pftrace", b"abc")])
+
+
+def test_a_trace_of_the_profiler_plugin_of_nccl_is_named(tmp_path):
+    path = tmp_path / "ncclprof.json"
+    path.write_text('[\n{"name": "Group", "cat": "GROUP", "ph": "b", "id": 0, "args": {"Stream": 0x262ca50}},\n]')
+    with pytest.raises(TraceFormatError, match=r"NCCL's profiler plugin.*NCCL Inspector"):
+        detect([path])

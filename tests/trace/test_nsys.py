@@ -7,9 +7,11 @@ import sqlite3
 from contextlib import closing
 
 import pytest
+import zstandard
 
 import ringprof
 from ringprof.analysis.timeline.window import Focus
+from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
@@ -171,13 +173,37 @@ def test_other_sqlite_files_are_refused_with_what_to_do(tmp_path):
         read_nsys(tmp_path / "none.sqlite")
 
 
-def test_a_compressed_export_is_to_be_unpacked(tmp_path):
-    """Its name and, once unpacked, its content are those of an export; SQLite itself calls it no database."""
-    export(tmp_path / "two.sqlite", 100)
-    packed = tmp_path / "two.sqlite.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "two.sqlite").read_bytes()))
-    with pytest.raises(InputError, match=r"two.sqlite.gz: a compressed SQLite file: unpack it first \(gunzip"):
-        ringprof.load(packed)
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_export_is_read_like_others(tmp_path, suffix, monkeypatch):
+    plain, packed = export(tmp_path / "two.sqlite", 100), tmp_path / "packed" / f"two.sqlite{suffix}"
+    packed.parent.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    data = plain.read_bytes()
+    packed.write_bytes(gzip.compress(data) if suffix == ".gz" else zstandard.compress(data))
+    for path in (packed, packed.parent):
+        assert ringprof.load(path).figures() == ringprof.load(plain).figures()
+    with pytest.raises(InputError, match=r"expands to more than 1 KiB; if you trust the file.*--max-bytes"):
+        read_nsys(packed, MemoryBudget(Limits(expanded_bytes=1024)))
+    packed.write_bytes(packed.read_bytes()[:-40])
+    with pytest.raises(TraceFormatError, match=r"two\.sqlite.*(cut off|damaged)"):
+        read_nsys(packed)
+    assert not list((tmp_path / "scratch").rglob("*.sqlite"))
+
+
+def test_page_migrations_of_managed_memory_are_named(tmp_path):
+    path = export(tmp_path / "one.sqlite", 100)
+    with closing(sqlite3.connect(path)) as connection:
+        for start, kind in ((30_000, 12), (60_000, 11)):
+            values = (start, start + 1000, process(100), kind)
+            connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?,?,0,9,0,?,65536,?)", values)
+        connection.commit()
+    (trace,) = read_nsys(path)
+    assert trace.producer == "nsys"
+    (rank,) = attribute([trace]).ranks
+    assert rank.idle is not None
+    blocked = {event.name: event.time_ns for event in rank.idle.events if event.event_class == "blocked"}
+    assert blocked["managed memory"] == (30_000 - 9100) + (60_000 - 31_000)
 
 
 def test_an_export_without_gpu_work_is_refused(tmp_path):

@@ -37,6 +37,28 @@ def test_traces_are_sorted_by_rank():
     assert codes(traces) == [[]] * 8
 
 
+@pytest.mark.parametrize(
+    ("info", "others_us", "walls_us"),
+    [
+        ({}, 300, [200, 300]),
+        ({"rank": 0, "world_size": 1}, 300, [300]),
+        ({"rank": 5, "world_size": 8}, 300, [300]),
+        ({}, 1, [200]),
+    ],
+)
+def test_every_device_of_a_process_without_a_rank_is_reported(tmp_path, info, others_us, walls_us):
+    """Report one GPU only where the trace is one rank's, or where the other GPU ran next to nothing: the busiest."""
+    rows = [(0, 0, 100, "gemm"), (0, 100, 100, "Memcpy PtoP (Device -> Device)"), (1, 0, others_us, "gemm")]
+    events = [
+        kernel(start, name=name, ts=start, dur=length, args={"device": device, "stream": 7, "correlation": 5 + start})
+        for device, start, length, name in rows
+    ]
+    path = tmp_path / "t.json"
+    path.write_bytes(document(events, distributedInfo=info))
+    ranks = ringprof.load(path).attribution.ranks
+    assert [rank.breakdown.wall_ns for rank in ranks] == [1000 * wall for wall in walls_us]
+
+
 def test_reading_in_other_processes_is_equal():
     serial, parallel = read_traces(REAL, jobs=1), read_traces(REAL, jobs=2)
     for trace, other in zip(serial, parallel, strict=True):

@@ -149,3 +149,24 @@ def test_damaged_metadata_of_two_traces_names_no_rank():
     # A single trace with the same damage keeps its rank.
     damaged = text_of(1, behind=False).replace(b'"schemaVersion": 1,', b'"schemaVersion" 1,')
     assert (parse_trace(damaged).rank, codes(parse_trace(damaged))) == (1, {"damaged_metadata"})
+
+
+@pytest.mark.parametrize("value", ["nan", "NaN", "-Infinity", '[1, {"a": nan}]'])
+@pytest.mark.parametrize("fields", [{}, {"host_name": "node0"}, {"deviceProperties": DEVICES}])
+def test_an_unsound_last_event_cuts_nothing_off(value: str, fields: dict[str, Any]) -> None:
+    last = kernel(9, args={"device": 0, "stream": 7, "correlation": 10, "v": 0})
+    text = json.dumps({"traceEvents": [*events_of(0), last]} | fields).replace('"v": 0', f'"v": {value}')
+    trace = parse_trace(text.encode())
+    assert [warning.code for warning in trace.warnings] == ["repaired_events"]
+    assert names(trace)[-1] == "k9" and trace.host == fields.get("host_name")
+
+
+def test_one_event_a_line_is_whole_where_its_last_line_is() -> None:
+    lines = [json.dumps(event) for event in events_of(0)]
+    codes = [warning.code for warning in parse_trace("\n".join(lines).encode()).warnings]
+    assert codes == ["misplaced_commas"]
+    cut = "\n".join([*lines, lines[0][:-20]])
+    assert "truncated" in [warning.code for warning in parse_trace(cut.encode()).warnings]
+    # A list that lost its bracket has commas; then nothing tells that it is whole.
+    codes = [warning.code for warning in parse_trace(",\n".join(lines).encode()).warnings]
+    assert "truncated" in codes

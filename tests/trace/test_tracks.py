@@ -12,7 +12,7 @@ import pytest
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.errors import TraceFormatError
 from ringprof.scale.pipeline import attribute
-from ringprof.trace.columns import KERNEL, MEMCPY, NONE
+from ringprof.trace.columns import KERNEL, MEMCPY, NONE, Device
 from ringprof.trace.inputs import detect
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.kineto.event_list import Event
@@ -200,7 +200,27 @@ def test_npu_trace_is_read(tmp_path):
         "all_reduce": 400_000,
         "memcpy": 20_000,
     }
-    assert not read_traces([str(path)])[0].warnings
+    (trace,) = read_traces([str(path)])
+    assert (trace.warnings, trace.devices) == ([], [Device(0, "Ascend NPU")])
+
+
+def test_npu_tasks_are_joined_to_their_launches_by_arrows(tmp_path):
+    """Join each task to the start of the arrow whose number holds the connection of the task."""
+    path = tmp_path / "trace_view.json"
+    tasks = [task(2, "aclnnAdd_AddAiCore_Add", start, 10, "AI_VECTOR_CORE") for start in (100, 200, 300)]
+    arrows = []
+    for connection, (event, launched) in enumerate(zip(tasks, (90, 180, 310), strict=True), start=8):
+        event["args"]["connection_id"] = connection
+        number = {"cat": "HostToDevice", "id": str((connection << 32) + 0xFFFFFFFF)}
+        arrows.append({**number, "ph": "s", "pid": 2, "tid": 5, "ts": launched})
+        arrows.append({**number, "ph": "f", "pid": 3, "tid": 2, "ts": event["ts"], "bp": "e"})
+    path.write_text(json.dumps(cann(*tasks, *arrows)))
+    (trace,) = read_traces([str(path)])
+    assert trace.producer == "ascend" and not trace.warnings
+    (rank,) = attribute([trace]).ranks
+    # Gaps of 90 us: the second task is launched 70 us into the first gap, the third after its own start.
+    assert rank.idle is not None
+    assert (rank.idle.host_ns, rank.idle.blocked_ns) == (70_000 + 90_000, 20_000)
 
 
 def test_untyped_npu_tasks_match_the_summary_of_the_file(tmp_path):

@@ -7,6 +7,7 @@ from collections import defaultdict
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.producers import producer_of
 from ringprof.analysis.timeline.host_activity import (
     COMPILATION,
     DATA_LOADER,
@@ -20,6 +21,7 @@ from ringprof.analysis.timeline.idle import (
     BLOCKED,
     HOST,
     HOST_COPY,
+    MANAGED,
     NO_LAUNCH,
     OTHER_STREAM,
     IdleCauses,
@@ -31,6 +33,8 @@ from ringprof.common.formatting import percent
 LAUNCH_BOUND = "launch-bound"
 """Kind of host cause: many short times between launches, whatever the host does in them."""
 _SLOW_LAUNCH, _SLOW_OPERATOR = "slow launch call", "slow operator"
+PREFETCH = "cudaMemPrefetchAsync before managed memory is touched, or memory that does not move"
+"""Recommendation for page migrations of managed memory."""
 _OWN_KINDS = (DATA_LOADER, MEMORY_CALL, SYNCHRONISATION, COMPILATION, NOT_KEPT)
 
 
@@ -114,8 +118,11 @@ _MIN_SHARE = 0.01
 _EXPLANATIONS = {DATA_LOADER: " (data loader)", COMPILATION: " (compilation or graph capture)"}
 
 
-def host_recommendation(cause: HostCause | None, launch_bound: str) -> str:
-    """Recommend how to shorten the idle time before launches; ``launch_bound``: the recommendation for short gaps."""
+def host_recommendation(cause: HostCause | None, launch_bound: str, phases: str) -> str:
+    """Recommend how to shorten the idle time before launches.
+
+    ``launch_bound``: the recommendation for short gaps. ``phases``: marks that name the phases of a program.
+    """
     if cause is None:
         return ""
     return {
@@ -130,7 +137,7 @@ def host_recommendation(cause: HostCause | None, launch_bound: str) -> str:
         ),
         _SLOW_OPERATOR: f"find what holds the host up in {cause.name} (first use, a busy CPU)",
         NOT_KEPT: "",
-        NOTHING_RECORDED: "name the program's phases with torch.profiler.record_function to see what it does meanwhile",
+        NOTHING_RECORDED: f"name the program's phases with {phases} to see what it does meanwhile",
     }[cause.kind]
 
 
@@ -151,6 +158,11 @@ def blocked_idle_sentence(attribution: Attribution, share: str) -> str:
         )
     idle_ns, blocked_share = causes.total_ns, percent((causes.blocked_ns - unknown_ns) / wall)
     text = f"{blocked_share} of the time the GPU is idle although its next work is launched: for"
+    if event.name == MANAGED:
+        return (
+            f"{percent(event.time_ns / wall)} of the time nothing runs on the GPU until pages of managed memory move, "
+            "which the host or the GPU touches."
+        )
     reason = {HOST_COPY: "a copy is staged through pageable memory", OTHER_STREAM: "it waits for another stream"}
     explanation = reason.get(event.name, "it waits for something that the trace does not record")
     return f"{text} {percent(event.time_ns / idle_ns)} of its idle time {explanation}."
@@ -162,7 +174,8 @@ def blocked_recommendation(attribution: Attribution) -> str:
     recommendations = {
         HOST_COPY: "pinned memory for copies from and to the host",
         OTHER_STREAM: "fewer dependencies between streams",
-        NO_LAUNCH: "record the CPU's launches as well (ProfilerActivity.CPU) to see the cause",
+        NO_LAUNCH: f"record the CPU's launches as well ({producer_of(attribution).launches}) to see the cause",
+        MANAGED: PREFETCH,
     }
     return recommendations.get(event.name, "") if event else ""
 

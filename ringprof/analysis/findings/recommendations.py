@@ -15,17 +15,20 @@ from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.idle_text import (
+    PREFETCH,
     blocked_recommendation,
     host_recommendation,
     largest_host_cause,
     total_idle_causes,
 )
 from ringprof.analysis.findings.kernel_comparison import KernelComparison
+from ringprof.analysis.findings.producers import graphs_advice, producer_of
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST
 from ringprof.common.formatting import milliseconds, percent, three_digits
 from ringprof.run import Run, StrategyUsed
+from ringprof.trace.columns import PAGE_MIGRATION
 
 UNBALANCED = 1.5
 """Smallest ratio of two ranks' work that counts as unbalanced.
@@ -356,12 +359,14 @@ def _memory_copies_advice(attribution: Attribution) -> str:
     for kernel in attribution.kernels:
         if kernel.kind == "memcpy":
             direction = "host" if _HOST_COPY.search(kernel.name) else "device"
+            direction = "managed" if kernel.name.startswith(PAGE_MIGRATION) else direction
             times["pageable" if "ageable" in kernel.name else direction] += kernel.time_ns
     longest = max(times, key=lambda direction: times[direction], default="device")
     return {
         "pageable": "pinned memory and non_blocking copies, fewer copies from and to the host",
         "host": "fewer copies from and to the host, from pinned memory and beside computation",
         "device": "fewer copies on the GPU",
+        "managed": PREFETCH,
     }[longest]
 
 
@@ -377,13 +382,13 @@ def _launch_idle_advice(attribution: Attribution) -> str:
     if strategy is not None and run is not None and run.predicted is not None:
         return f"fewer and longer kernels{more_tokens}"
     if strategy is None or run is None or run.captured:
-        replayed = any(warning.code == "cuda_graph" for warning in attribution.warnings)
-        short_gaps = f"{'more ' if replayed else ''}CUDA graphs or torch.compile, fewer and longer kernels"
+        short_gaps = ", ".join(filter(None, (graphs_advice(attribution), "fewer and longer kernels")))
     elif _may_capture(run, strategy):
         short_gaps = f"--cuda-graph{more_tokens}"
     else:
         short_gaps = f"fewer and longer kernels{more_tokens}"
-    return host_recommendation(largest_host_cause(total_idle_causes(attribution)), short_gaps)
+    phases = producer_of(attribution).phases
+    return host_recommendation(largest_host_cause(total_idle_causes(attribution)), short_gaps, phases)
 
 
 def _may_capture(run: Run, strategy: StrategyUsed) -> bool:

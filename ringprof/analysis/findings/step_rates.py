@@ -5,6 +5,7 @@ Sentences name the longest part first, so that matrix products are never named a
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import msgspec
@@ -178,14 +179,24 @@ def _longest_parts(attribution: Attribution, summary: Summary) -> list[tuple[str
     merged = {kind for kinds in RATED_PARTS.values() for kind in kinds}
     rows = [(part, label_of(part, summary), _share_of_wall(attribution, part)) for part in RATED_PARTS]
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
-    rows += [
-        (row.kind, KIND[row.kind].label, _busy_ns(attribution, row.kind) / wall)
-        for row in summary.kinds if row.kind in COMPUTE and row.kind not in merged and wall
-    ]  # fmt: skip
+    for kind in (row.kind for row in summary.kinds if row.kind in COMPUTE and row.kind not in merged and wall):
+        label = KIND[kind].label + _longest_of_other(attribution, kind)
+        rows.append((kind, label, busy_ns(attribution, kind) / wall))
     return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
 
 
-def _busy_ns(attribution: Attribution, kind: str) -> int:
+def _longest_of_other(attribution: Attribution, kind: str) -> str:
+    """Name the kernel that takes most of the time of kind ``other``, in parentheses; empty for other kinds."""
+    rows = [kernel for kernel in attribution.kernels if kernel.kind == kind == "other"]
+    if not rows or 2 * rows[0].time_ns <= sum(kernel.time_ns for kernel in rows):
+        return ""
+    return f" (most of it {re.split('[(<]', rows[0].name)[0].strip()[:_LONGEST_NAME] or 'without a name'})"
+
+
+_LONGEST_NAME = 60
+
+
+def busy_ns(attribution: Attribution, kind: str) -> int:
     """Sum over ranks the time in which any activity of a kind runs."""
     kinds_by_rank = [rank.breakdown.kinds for rank in attribution.ranks]
     return sum(times[kind].busy_ns for times in kinds_by_rank if kind in times)
@@ -207,7 +218,7 @@ def _share_of_wall(attribution: Attribution, name: str) -> float:
 def _rate_clause(rates: StepRates | None, part: str) -> str:
     """Return a part's rate in parentheses; empty where it is not known."""
     row = rates.part(part) if rates else None
-    if row is None or row.tflops is None:
+    if row is None or row.tflops is None or row.coverage < MIN_RATED:
         return ""
     return f" ({flops_in_words(row.tflops, '/s')}{MASKS_UNKNOWN if row.mask_unknown else ''})"
 
@@ -218,6 +229,8 @@ def flops_in_words(tera: float, per: str = "") -> str:
     return f"{three_digits(tera / unit)} {prefix}FLOP{per}"
 
 
+MIN_RATED = 0.1
+"""Smallest share of a part's time with known shapes from which on its rate is told in a sentence."""
 MASKS_UNKNOWN = " at most: attention masks are not recorded"
 
 
@@ -236,7 +249,8 @@ def shape_coverage_clause(rates: StepRates) -> str:
     missing = [
         f"{percent(row.coverage)} of the {_TIMES[row.part]} time" for row in rates.parts if row.coverage < MIN_COVERAGE
     ]
-    rates_clause = ", and rates are of that time" if rates.flops else ""
+    is_rated = any(row.tflops is not None and row.coverage >= MIN_RATED for row in rates.parts)
+    rates_clause = ", and rates are of that time" if is_rated else ""
     return f"shapes are recorded for {' and '.join(missing)}{rates_clause}" if missing else ""
 
 

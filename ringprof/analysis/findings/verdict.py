@@ -23,7 +23,12 @@ from ringprof.analysis.findings.recommendations import (
     slow_between_hosts,
     slow_senders,
 )
-from ringprof.analysis.findings.step_rates import attention_rate_clause, computation_clause, compute_part_sentence
+from ringprof.analysis.findings.step_rates import (
+    attention_rate_clause,
+    busy_ns,
+    computation_clause,
+    compute_part_sentence,
+)
 from ringprof.analysis.findings.summary import KindRow
 from ringprof.analysis.findings.waterfall import (
     ATTENTION_PARTS,
@@ -47,6 +52,9 @@ _MIN_GAIN = 0.0005
 """Smallest gain that is named, as a share of the wall time; smaller ones would round to 0.0 %."""
 _MOSTLY_WAITING = 0.5
 """Share of a rank's communication time from which on it counts as mostly waiting."""
+_MUCH_UNKNOWN = 0.1
+"""Share of the time in kernels of unknown kind from which on it is not known whether a program communicates."""
+_LONGEST_KERNEL_NAME = 80
 PASSES = {"fwd": "forward", "bwd": "backward"}
 """Names of the passes in sentences, by their names in traces."""
 
@@ -84,7 +92,13 @@ def _cost_line(facts: Findings) -> str:
         noun = "process" if attribution.on_cpu else "GPU"
         several_devices = any(warning.code == "several_devices" for warning in attribution.warnings)
         single_device = len(ranks) == 1 and world_size in (None, 1) and not several_devices
-        return f"one {noun}: nothing is communicated" if single_device else "no communication in these traces"
+        left_out_ns = fmean(rank.left_out_comm_ns for rank in ranks)
+        if left_out_ns:
+            rest = f"the rest of these traces has {milliseconds(left_out_ns)} of it per {noun}"
+            return f"no communication in what is reported; {rest}"
+        if single_device:
+            return f"one {noun}: nothing is communicated"
+        return _unknown_kinds_line(facts) or "no communication in these traces"
     exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
     if len(attribution.ranks) > 1:
         exposed += f", {percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
@@ -95,6 +109,15 @@ def _cost_line(facts: Findings) -> str:
         return f"{exposed}: {percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
     shares = "" if is_attention(attribution) and not attribution.on_cpu else exposed_shares(attribution)
     return f"{exposed}: {shares}." if shares else f"{exposed}."
+
+
+def _unknown_kinds_line(facts: Findings) -> str:
+    """Say that kernels of unknown kind, which may communicate, take much of the time; empty where they do not."""
+    share = _share_of_time(facts, busy_ns(facts.attribution, "other") / len(facts.attribution.ranks))
+    if share < _MUCH_UNKNOWN or facts.attribution.on_cpu:
+        return ""
+    longest = facts.attribution.largest_of_other[0].name[:_LONGEST_KERNEL_NAME]
+    return f"no known communication; {percent(share)} of the time is kernels of unknown kind, the longest {longest}"
 
 
 # --- cause of the largest loss ------------------------------------------------------------------------

@@ -42,6 +42,9 @@ _MERGE_RANGE = re.compile(r"ringprof::(.*/)?merge\b")
 _COMM_RANGE = re.compile(r"(?:nccl|gloo|c10d)::?(\w+)")
 
 
+_KNOWN_CALL = re.compile("reduce|gather|scatter|all_?to_?all|broadcast|send|recv|barrier")
+
+
 Calls = tuple[CommRecord, ...]
 """The communication calls that one kernel executes, in order."""
 
@@ -70,7 +73,9 @@ class Classified(msgspec.Struct, frozen=True):
 def classify(trace: Trace, user_rules: Sequence[Rule] = ()) -> Classified:
     """Classify every activity of a trace; ``user_rules`` come before the built-in rules."""
     launch = launches_of(trace)
-    rules = {index: rule_for(trace.names[index], user_rules) for index in distinct(trace.activities.name).tolist()}
+    device = next((device.name for device in trace.devices), "")
+    used = distinct(trace.activities.name).tolist()
+    rules = {index: rule_for(trace.names[index], user_rules, device) for index in used}
     kind, evidence = _classify_by_name(trace, rules, user_rules)
     _classify_by_launch(trace, launch, kind, evidence)
     _classify_by_operator(trace, launch, kind, evidence, rules)
@@ -80,7 +85,10 @@ def classify(trace: Trace, user_rules: Sequence[Rule] = ()) -> Classified:
         calls[activity] = activity_calls
         if id(activity_calls) not in kind_by_calls:
             kind_by_calls[id(activity_calls)] = _kind_of_calls(activity_calls, trace.rank)
-        kind[activity], evidence[activity] = CODE[kind_by_calls[id(activity_calls)]], source
+        # Of a call with an unknown name, the kernel's own name says more.
+        named = all(_KNOWN_CALL.search(call.name) for call in activity_calls)
+        if named or not is_kind(kind[activity], *COMMUNICATION):
+            kind[activity], evidence[activity] = CODE[kind_by_calls[id(activity_calls)]], source
     _classify_by_comm_annotation(trace, launch, kind, evidence)
     _classify_by_stream(trace, launch, kind, evidence)
     counts = np.bincount(trace.activities.name, minlength=len(trace.names))

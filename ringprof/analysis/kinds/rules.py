@@ -28,6 +28,8 @@ class Rule(NamedTuple):
     later: str = ""
     loose: bool = False
     """Whether the name is a template that many operators run, or a common word: the operator is better evidence."""
+    device: str = ""
+    """Devices that the rule is restricted to, by the beginning of their names; empty for all devices."""
 
     @property
     def guessed(self) -> bool:
@@ -38,12 +40,16 @@ class Rule(NamedTuple):
 WORD_ONLY = "a word of its name"
 
 
-def _rules(kind: str, *rows: tuple[str, ...], loose: bool = False) -> list[Rule]:
+NPU = "Ascend"
+"""Beginning of the names of devices whose kernels are CANN's; kernels of other devices never have its bare words."""
+
+
+def _rules(kind: str, *rows: tuple[str, ...], loose: bool = False, device: str = "") -> list[Rule]:
     """Return rules of one kind; a row is (family, pattern, then, later), the last two where needed."""
     rules = []
     for row in rows:
         family, pattern, then, later = (*row, "", "")[:4]
-        rules.append(Rule(kind, family, pattern, then, later, loose))
+        rules.append(Rule(kind, family, pattern, then, later, loose, device))
     return rules
 
 
@@ -75,17 +81,22 @@ RULES: tuple[Rule, ...] = (
     # torch's symmetric memory, vLLM, AITER, FlashInfer, TensorRT-LLM, SGLang, MSCCL++ and others.
     Rule("all_reduce", "vLLM or TensorRT-LLM", r"cross_device_reduce"),
     Rule("all_gather", "symmetric memory", r"multimem_all_gather"),
-    Rule("reduce_scatter", "custom", r"reduce[-_]?scatter", loose=True),
+    Rule("reduce_scatter", "custom", r"(reduce|psum)[-_]?scatter", loose=True),
     Rule("all_reduce", "custom", r"(?<!warp)(?<!block)(?<!warp_)(?<!block_)all[-_]?reduce", loose=True),
-    Rule("all_gather", "custom", r"all[-_]?gather", loose=True),
-    Rule("all_to_all", "custom", r"all[-_]?to[-_]?all|moe_?a2a|(?<![a-z])a2a(?![a-z])", loose=True),
+    Rule("all_reduce", "AITER", r"(?<![a-z])ar_(ll_)?gfx"),
+    Rule("reduce_scatter", "custom", r"gather_rs(?!\w{0,40}gemm)|(?<![a-z])rs_gfx", loose=True),
+    Rule("all_gather", "custom", r"all[-_]?gather|(?<![a-z])ag_(a2a|push|pull|ring|gfx)", loose=True),
+    Rule("all_gather", "Triton-distributed", r"_forward_(push|pull)_"),
+    Rule("all_to_all", "custom", r"all[-_]?(to|2)[-_]?all|moe_?a2a|(?<![a-z])a2av?(?![a-z])", loose=True),
     # Expert parallelism: tokens are sent to the ranks of their experts and back.
     Rule("send_recv", "DeepEP", r"deep_ep", later=r"pp_(send|recv)"),
     Rule("all_to_all", "DeepEP", r"deep_ep|dpsk::ep|dpsk2ep|hybrid_ep|uccl::ep|nccl_ep"),
     Rule("all_to_all", "mori", r"mori::|4mori3|(?<![a-z])ep_?(dispatch|combine)"),
-    Rule("all_to_all", "MagiAttention", r"grpcoll|group_cast"),
+    Rule("all_to_all", "expert parallelism", r"(dispatch|combine)_token|(?<![a-z_])combine_(reduce|publish)"),
+    Rule("all_to_all", "MagiAttention", r"grpcoll|group_cast_(kernel|meta)"),
     Rule("all_to_all", "pplx", r"pplx", later=r"dispatch|combine"),
     Rule("all_to_all", "symmetric memory", r"exchangesplitandoffset"),
+    Rule("broadcast", "custom", r"broadcast_?(sdma|nvls|simple)"),
     Rule("comm_other", "MSCCL", r"mscclpp"),
     Rule("comm_other", "MSCCL", r"msccl", then=r"kernel"),
     Rule("all_reduce", "NVSHMEM", r"rdxn_on_stream_kernel"),
@@ -95,9 +106,13 @@ RULES: tuple[Rule, ...] = (
     Rule("all_reduce", "Iris", r"(?<![a-z])iris_", then=r"reduce"),
     Rule("comm_other", "Iris", r"(?<![a-z])iris_"),
     Rule("comm_other", "symmetric memory", r"(put|wait)_signal_kernel|\bbarrier_kernel|multimem_"),
+    Rule("comm_other", "symmetric memory", r"barrier_?all|ipc_?barrier"),
     Rule("comm_other", "symmetric memory", r"symm_mem", then=r"barrier"),
+    Rule("comm_other", "peer memory", r"(?<![a-z])ipc_\w{0,40}(push|pull|rsag)|_halos?_|halo_exchange"),
+    Rule("comm_other", "NVSHMEM", r"(?<![a-z])(put|get)mem"),
     Rule("all_to_all", "CANN", r"moedistribute(dispatch|combine)"),
     Rule("comm_other", "other", r"\bhccl|(?<![a-z])hcom_|dlslime|oneccl|(?<![a-z])i(send|recv)"),
+    Rule("send_recv", "peer memory", r"(?<![a-z])p2p_"),
     # --- merging of partial results ---
     Rule("merge", "ringprof", r"ringprof_merge"),
     Rule("merge", "CANN", r"ringattentionupdate"),
@@ -105,24 +120,33 @@ RULES: tuple[Rule, ...] = (
     Rule("merge", "ring-flash-attention", r"fused_to_sub_sigmoid"),
     Rule("merge", "ring-flash-attention", r"sub_sigmoid_", then=r"mul_sub"),
     Rule("merge", "FlashInfer or vLLM", r"merge_?states?|merge_attn_states"),
+    Rule("merge", "", r"(correct|merge|update)_(out_)?lse|lse_(reduce|merge|correct)|attn_(reduction|merge)_"),
     # --- helpers around attention whose names contain attention's words ---
     Rule("permute", "", r"_and_cache|kv_?cache_kernel|kv_buffer|store_?kv|append\w{0,20}kv_?cache|copy_blocks_kernel"),
     Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
     # CANN's names begin with the call and end with the operator that runs.
     Rule("cast", "CANN", r"^aclnn\w{1,80}_cast(ai(core|cpu)_cast)?$|^trans_cast_\d"),
     Rule("permute", "CANN", r"^aclnn\w{1,80}_transdata_transdata$"),
-    Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
-    Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
-    Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
-    # Linear attention, delta rules and state-space models.
+    Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)|flash_attention::prepare_kernel"),
+    Rule("permute", "layout", r"_to_(thd|bshd|sbhd|bhsd|bnsd|bsnd)|(?<![a-z])(thd|bshd|sbhd|bhsd|bnsd|bsnd)_to_"),
+    # The rings of ring-flash-attention and yunchang over packed documents.
+    Rule("permute", "ring-flash-attention", r"^(un)?flatten_kernel|flatten_varlen"),
+    # Linear attention, delta rules and state-space models; some have a norm or a rotation in their names.
     *_rules(
         "recurrence",
         ("linear attention", r"delta_rule|gated_delta|linear_?attention|linear_?attn|lightning_?attn|recompute_w_u"),
-        ("linear attention", r"chunk_(fwd|bwd)_kernel|chunk_scaled_dot|(?<![a-z])wkv\d|retention_(fwd|bwd)"),
-        ("linear attention", r"chunk_((simple_)?gla|kda|cp|delta)_|(?<![a-z])fused_(recurrent|chunk)_"),
-        ("linear attention", r"parallel_simple_gla|prepare_wy_repr|solve_tril|merge_16x16_to_\d\dx\d\d_inverse"),
-        ("state space", r"selective_s(can|tate)|chunk_(scan|state)|state_passing|(?<![a-z])ssd_(fwd|bwd|chunk)|_mamba"),
+        ("linear attention", r"(?<![a-z])chunk(wise)?_(\w{1,40}_)?(fwd|bwd)_|chunk_scaled_dot|retention_(fwd|bwd)"),
+        ("linear attention", r"(?<![a-z])chunk_((simple_)?gla|kda|cp|delta)_|(?<![a-z])fused_(recurrent|chunk)_"),
+        ("linear attention", r"(?<![a-z])(gla|kda|gdn2?|dplr|gsa|hgrn|mesa_net|mlstm|rwkv\d?|wkv\d)_(?!gating)"),
+        ("linear attention", r"parallel_(simple_gla|(re)?based|delta\w{0,8}|path)_[fb]wd|(?<![a-z])int(ra|er)_chunk"),
+        ("linear attention", r"(for|back)ward_(pass_)?chunk|(?<![a-z])wu_(fwd|bwd)|k_update_(fwd|bwd)|gate_output_"),
+        ("linear attention", r"wy_repr|solve_tril|merge_16x16_to_\d\dx\d\d_inverse|(?<![a-z])kkt(?![a-z])"),
+        ("linear attention", r"pre_process_[fb]wd_kernel|merge_fwd_bwd|^_[fb]wd_((none_)?diag|d?kv_(parallel|reduce))"),
+        ("state space", r"selective_s(can|tate)|chunk_(scan|state)|state_passing|(?<![a-z])ssd_(fwd|bwd|chunk)|mamba"),
+        ("state space", r"segsum|_dadt_|angle_dt_|(?<![a-z])ssu(?![a-z])|_dtrap_"),
     ),
+    Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
+    Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
     # --- attention, backward: its names often contain those of the forward pass ---
     *_rules(
         "flash_bwd",
@@ -138,8 +162,8 @@ RULES: tuple[Rule, ...] = (
         ("CK", r"fmhabwd"),
         ("CK", r"ck_fused_attn", "", r"dk_dv_reduce|bwd"),
         ("AITER", r"aiter", "", r"fmha_bwd|dq_convert|odo"),
-        ("AOTriton", r"^bwd_(kernel_(dk_dv|dq|fuse)|preprocess)"),
-        ("Triton", r"(?<!linear)_attn_bwd|_bwd_preprocess|^_bwd_kernel|^_bwd_(dkdv|dq)|(?<![a-z])nsa_bwd"),
+        ("AOTriton", r"^bwd_(kernel_(dk_dv|dq|fuse|(non)?causal)|preprocess)"),
+        ("Triton", r"(?<!linear)_attn_bwd|_bwd_preprocess|^_bwd_kernel|^_bwd_(dkdv|dq)"),
         ("NATTEN", r"natten", "", r"bwd|backward"),
         ("Triton", r"attn", r"bwd|backward"),
         ("HSTU", r"hstu_(attn_)?bwd"),
@@ -165,7 +189,7 @@ RULES: tuple[Rule, ...] = (
         ("AITER", r"aiter", "", r"fmha_fwd"),
         ("AOTriton", r"^attn_fwd"),
         ("SageAttention", r"qk_int\d?_sv_|sageattn|(?<![a-z])sage_fwd"),
-        ("Triton", r"(?<!linear_)attn_fwd|decode_att_m|flash_decode"),
+        ("Triton", r"(?<!linear_)attn_fwd|decode_att_m|flash_decod"),
         ("NATTEN", r"natten"),
         ("xFormers", r"^_splitk_reduce"),
         ("HSTU", r"hstu_(attn_)?fwd"),
@@ -177,9 +201,12 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules(
         "flash_fwd",
-        ("other", r"fmha|flash_?att(ention|n)|(?<!linear)(?<!linear_)attention(?!_?(mask|bias|input|softmax|meta))"),
-        ("other", r"attn", r"fwd|forward|prefill|decode|ragged|varlen|paged|split_?kv"),
-        ("other", r"attn_kernel|sparse_mla|sdpa|flash_mha|(?<![a-z])(mha|mla|nsa|mqa|gqa)_(fwd|prefill|decode)"),
+        ("other", r"fmha|flash_?att(ention|n)"),
+        ("other", r"(?<!linear)(?<!linear_)(?<!transpose)attention(?!_?(mask|bias|input|softmax|meta))"),
+        ("other", r"attn", r"fwd|forward|prefill|decod|ragged|varlen|paged|split_?kv"),
+        ("other", r"attn_kernel|sparse_mla|sdpa|(?<![a-z])sdp_|flash_mha|splash_m[hq]a"),
+        ("other", r"attend_(ker|prep)|(dense|sparse)_fwd_"),
+        ("other", r"(?<![a-z])(mha|mla|nsa|mqa|gqa)_(\w{1,20}_)?(fwd|forward|bwd|backward|prefill|decod)"),
         loose=True,
     ),
     # --- convolutions and norms before matrix products, which many of them contain by name ---
@@ -187,7 +214,7 @@ RULES: tuple[Rule, ...] = (
         "convolution",
         ("", r"implicit_(gemm|convolve)|xmma_[fdw](prop|grad)|(fprop|[dw]grad)_?(optimized|analytic|2d|alg|engine)"),
         ("cuDNN", r"fft2d_[rc]2[rc]_\d|compute\w{0,20}offsetskernel"),
-        ("", r"winograd|im2col|col2im|vol2col|col2vol|igemm_(fwd|bwd|wrw)|convol|conv\dd|conv_(depth|fwd|bwd)"),
+        ("", r"winograd|im2col|col2im|vol2col|col2vol|igemm_(fwd|bwd|wrw)|convol|conv\dd|conv_(depth|fwd|bwd|cuda)"),
         ("MIOpen", r"sp3asmconv|naive_conv|[shi]\d*cudnn"),
         ("MIOpen", r"miopen", r"conv"),
     ),
@@ -195,25 +222,28 @@ RULES: tuple[Rule, ...] = (
     Rule("convolution", "cuDNN", r"scalepackedtensor", loose=True),
     *_rules(
         "norm",
-        ("", r"(batch|group|instance|weight)_?norm|(?<!tensor_)l2_?norm_|(?<![a-z])ln_(fwd|bwd)|(?<![a-z])bn_(fw|bw)"),
+        ("", r"(batch|group|instance|weight)_?norm|(?<!tensor_)l2_?norm_|(?<![a-z])bn_(fw|bw)"),
+        ("", r"(?<![a-z])ln_(fwd|bwd|forward|backward)|reduce_bn_|_bias_ln_"),
         ("torch or apex", r"cuapplylayer|cucompute(part)?grad|gammabeta|rowwisemoments|computefusedparams|welford"),
     ),
     # --- matrix products ---
     Rule("permute", "", r"utils::transpose|batched_transpose|nchwtonhwc|nhwctonchw|repack|preshuffle_weight"),
     Rule("permute", "DeepGEMM", r"deep_gemm::", then=r"transpose|layout"),
+    Rule("permute", "Transformer Engine", r"multi_tensor_", then=r"pad_|swizzle"),
     Rule("permute", "mixture of experts", r"moe", then=r"sort|align|permut|topk"),
     Rule("elementwise", "MIOpen", r"(sub|op)_?tensor_?op|optensor"),
     *_rules(
         "gemm",
-        ("cuBLAS", r"nvjet|cublas|splitkreduce|xmma|reduce_1block_kernel|gemv"),
+        ("cuBLAS", r"nvjet|cublas|splitk_?reduce|xmma|reduce_1block_kernel|gemv"),
         ("cuBLAS", r"epilogue::impl::globalkernel|(?<![a-z])scal_kernel<"),
-        ("", r"(?<!fb)gemm|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm|flatmm|wgrad"),
+        ("", r"(?<!fb)gemm(?!::)|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm"),
+        ("", r"flatmm|(?<!copy_)wgrad"),
         ("mixture of experts", r"(fused|batched)_moe_(lora_)?kernel|mfma_moe|(?<![a-z])fmoe|kernel_moe|moe_mx"),
         ("quantized or small", r"marlin|machete|wvsplitk|llmm\d|(?<![a-z])[bs]gmv|lora_(shrink|expand)|gemlite"),
         ("mixture of experts", r"moe[12]_|moe_?gemm"),
         ("mixture of experts", r"moe", r"stage\d|batched|_i?q\d|_sm\d\d"),
         ("sparse", r"(?<![a-z])(sdd|dsd|dds)_kernel|csrmm|spmm|sddmm"),
-        ("", r"mul_mat_|(?<![a-z])dot_kernel|_mm(?![a-z])|addmm"),
+        ("", r"mul_mat_|mqa_logits|(?<![a-z])dot_kernel|_mm(?![a-z])|addmm"),
         # Data types of both factors, with or without that of the product.
         ("", r"(?<![a-z])(w4a16|w8a16|w4a8|w8a8|w4a4|a16w4|a16w8|a8w4|a8w8|a4w4)(?![a-z])"),
         ("", r"f8f8bf16|f8i4bf16|f4f4bf16|i8i8bf16|bf16i4bf16|bf16bf16bf16"),
@@ -223,7 +253,7 @@ RULES: tuple[Rule, ...] = (
         "embedding",
         ("FBGEMM", r"embedding_codegen|codegen_(forward|backward)|rowwise_adagrad|find_long_segments"),
         ("FBGEMM", r"bounds_check_indices|linearize_(index|cache)|(?<![a-z])l[xf]u_cache"),
-        ("torch", r"embedding|krn_partial|compute_grad_weight|sum_and_scatter"),
+        ("torch", r"embedding|(?<![a-z])lookup_|krn_partial|compute_grad_weight|sum_and_scatter"),
     ),
     # --- the optimizer, and operations on lists of its tensors ---
     Rule("reduction", "norm of gradients", r"lpnorm|l2norm(functor|op)|maxnorm"),
@@ -236,7 +266,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("optimizer", "torch", r"multi_tensor|addcdiv", loose=True),
     # --- softmax, activations, conversions ---
-    Rule("softmax", "", r"soft_?max|cross_?entropy|cce_(forward|backward)"),
+    Rule("softmax", "", r"soft_?max|sparsemax|cross_?entropy|c?ce_(forward|backward)|celoss|sumexp|kl_?div|_jsd_"),
     # XLA names a fusion by how it runs and by its root: loop_add_fusion, input_reduce_fusion_2, wrapped_transpose.
     Rule("cast", "XLA", r"^(loop|wrapped)_convert"),
     Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
@@ -249,7 +279,8 @@ RULES: tuple[Rule, ...] = (
     Rule("elementwise", "nvFuser", r"nvfuser_(pointwise|none)"),
     *_rules(
         "elementwise",
-        ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|(?<![a-z])relu|threshold_kernel|activation|_act_kernel"),
+        ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|relu|swish|sigmoid_[fb]wd|activation|_act_kernel"),
+        ("activation", r"threshold_kernel"),
         ("dropout", r"dropout|distribution_(elementwise|nullary)"),
     ),
     *_rules(
@@ -258,8 +289,8 @@ RULES: tuple[Rule, ...] = (
         ("torch", r"float\w{0,12}_copy_kernel|unrolled_elementwise_kernel<at::native::direct_copy"),
         ("torch", r"direct_copy_kernel", "", r"loadwithcast"),
         ("", r"(?<!no_)cast_(to|back|transpose|and|kernel|dbias|only|(mx|nv)?fp\d)"),
-        ("", r"(?<![a-z])k?(de)?quant|fp4quant|fp8quant"),
-        ("", r"_quant_|quantize|(?<![a-z])to_fp8|(?<![a-z])(cvt|convert)_"),
+        ("", r"(?<![a-z])k?(de)?quant|fp4quant|fp8quant|fp8_\w{0,40}_scales_|_from_mxfp"),
+        ("", r"_quant_|quantize|(?<![a-z])to_fp8|(?<![a-z])(cvt|convert)_(?!\w{0,30}ind)|scale_from_amax"),
     ),
     # --- data movement ---
     *_rules(
@@ -268,14 +299,15 @@ RULES: tuple[Rule, ...] = (
         ("", r"transpose|permut|copy_(tensor_)?kernel|pad_kernel|concat|split_reshape|repeat_interleave|flip_kernel"),
         ("", r"[gs]et_rows|swapdimension|row_id_map|write_indices|compute_cuda_kernel|bitmatrix|writeback_idx"),
         ("", r"swizzle|(?<![a-z])(un)?(pack|pad|padding)_|transform(4d)?_0213|d2dmemcpy|roll_cuda|src2dst"),
+        ("", r"split_(2d_)?(jagged|head)|blocked_layout|repeat_?kv|flatten_kv|replicate|(?<![a-z])slice_"),
         ("experts", r"routingindices|routing::|finalize(moe|kernel)|moe_align|align_block_size|expand(_to|input)"),
-        ("experts", r"count_\w{0,20}expert|fused_mapping|moe_(fused_)?gate|sort_chunks|dispatch_layout"),
-        ("experts", r"expertprefixsum|(?<![a-z])routing_|_routing(?![a-z])"),
+        ("experts", r"count_\w{0,20}(expert|token)|fused_mapping|moe_?(fused_?)?(gate|scan)|sort_chunks"),
+        ("experts", r"dispatch_layout|multihot|token_shift|expertprefixsum|(?<![a-z])routing_|_routing(?![a-z])"),
     ),
     *_rules(
         "permute",
         ("torch", r"index_?(select|elementwise|put|copy|fill|add|func)|indexing_backward|scatter|gather|masked_select"),
-        ("", r"radixsort|bitonicsort|mergesort|topk|sort_by|sorting|_sort_|unique|nonzero"),
+        ("", r"radixsort|bitonicsort|mergesort|(?<!reduce_)topk|sort_by|sorting|_sort_|unique|nonzero"),
         loose=True,
     ),
     # --- templates and common words: reductions and pointwise operations ---
@@ -287,11 +319,16 @@ RULES: tuple[Rule, ...] = (
         ("", r"(average|avg|max|lp)_?pool"),
         loose=True,
     ),
-    Rule("elementwise", "torch", r"elementwise|triu_tril|where_kernel|fill_?functor|fill_kernel", loose=True),
-    Rule("elementwise", "", r"elemwise|upsample|penalt|bin_bcast|(?<![a-z])scal_kernel|fused_bias", loose=True),
+    *_rules(
+        "elementwise",
+        ("torch", r"elementwise|triu_tril|where_kernel|fill_?functor|(?<![a-z])fill_(\w{1,20}_)?kernel"),
+        ("", r"elemwise|upsample|penalt|(bin|operator)_bcast|(?<![a-z])scal_kernel|fused_bias"),
+        ("", r"(ones|zeros)_kernel|relativeattentionbias|bias_(add|glu|tanh)"),
+        loose=True,
+    ),
     *_rules(
         "reduction",
-        ("", r"reduce|reduction|(?<![a-z])(sum|mean|amax|norm)_(kernel|partial)|amax_kernel"),
+        ("", r"reduce|reduction|(?<![a-z])(sum|mean|amax|norm|any|max|min|prod)_(kernel|partial)|amax_kernel"),
         loose=True,
     ),
     *_rules(
@@ -302,15 +339,23 @@ RULES: tuple[Rule, ...] = (
         loose=True,
     ),
     # CANN: names of the call and of the operator that it runs, each with a version.
-    Rule("optimizer", "CANN", r"applyadam|fusedemaadam"),
-    Rule("cast", "CANN", r"^(aclnn)?cast(aicore)?[v_\d]|^cast$|(dynamic|ascend)(anti)?quant"),
-    Rule("permute", "CANN", r"transdata|(init|finalize)routing|stridedslice"),
-    Rule("permute", "CANN", r"^(aclnn)?(slice|tile|concat|split|index)[dv]{0,2}(aicore)?(v?\d|_|$)"),
-    Rule("elementwise", "CANN", r"dsarandom|genmask|^(aclnn)?(inplace)?(add|sub|mul|div|axpy)[ns]?(aicore)?(v?\d|_|$)"),
-    Rule("elementwise", "CANN", r"^(aclnn)?(inplace)?(fill|zero|exp(?!ert|and)|neg|pow|r?sqrt|tanh|(real|floor)div)"),
-    Rule("elementwise", "CANN", r"^(aclnn)?(inplace)?(select|sigmoid|maximum|minimum|greater|less|equal|logical)"),
+    *_rules("optimizer", ("CANN", r"applyadam|fusedemaadam"), device=NPU),
+    *_rules("cast", ("CANN", r"^(aclnn)?cast(aicore)?[v_\d]|^cast$|(dynamic|ascend)(anti)?quant"), device=NPU),
+    *_rules(
+        "permute",
+        ("CANN", r"transdata|(init|finalize)routing|stridedslice"),
+        ("CANN", r"^(aclnn)?(slice|tile|concat|split|index)[dv]{0,2}(aicore)?(v?\d|_|$)"),
+        device=NPU,
+    ),
+    *_rules(
+        "elementwise",
+        ("CANN", r"dsarandom|genmask|^(aclnn)?(inplace)?(add|sub|mul|div|axpy)[ns]?(aicore)?(v?\d|_|$)"),
+        ("CANN", r"^(aclnn)?(inplace)?(fill|zero|exp(?!ert|and)|neg|pow|r?sqrt|tanh|(real|floor)div)"),
+        ("CANN", r"^(aclnn)?(inplace)?(select|sigmoid|maximum|minimum|greater|less|equal|logical)"),
+        device=NPU,
+    ),
     Rule("norm", WORD_ONLY, r"norm(?!al)|normaliz", loose=True),
-    Rule("elementwise", WORD_ONLY, r"broadcast|residual|add_?bias|_scale|grid_sampl|_loss", loose=True),
+    Rule("elementwise", WORD_ONLY, r"broadcast|residual|add_?bias|_scale|grid_?sampl|_loss", loose=True),
     Rule("permute", WORD_ONLY, r"expert|copy|(?<![a-z])cpy_|sort|flip_|swap|stack|sampl", loose=True),
 )  # fmt: skip
 
@@ -324,7 +369,11 @@ _PLAIN = re.compile(r"[\w:|<]*")
 _PIECE = re.compile(r"[\w:-]+(?![\w:?*+{-])|(\\.|\[[^]]+]|.)([?*+]|\{[\d,]+\})?")
 _WORD = re.compile(r"\w*")
 _WORDS = re.compile(r"[\w:-]+|[<> &]")
-_PASS = re.compile(r"fwd|bwd|forward|backward|[fb]prop|cutlass[fb]|do_o|odo|dk_?dv|_dq|prefill|decode", re.IGNORECASE)
+_PASS = re.compile(
+    r"fwd|bwd|(for|back)ward|[fb]prop|cutlass[fb]|do_o|odo|dk_?dv|_dk?[qv]|prefill|decode", re.IGNORECASE
+)
+_FORWARD = re.compile(r"fwd|forward|fprop|prefill|decod")
+_BACKWARD = re.compile(r"bwd|backward|bprop|(?<![a-z])(grad|dq|dk|dv|dkv|dqkv)(?![a-z])")
 
 
 def required_words(pattern: str) -> tuple[str, ...]:
@@ -393,7 +442,7 @@ def _lookup() -> _Lookup:
 # --- torch.compile's Triton kernels --------------------------------------------------------------
 
 
-_NAME = re.compile(r"triton_(poi|red|per|tem|for|spl|mix|unk)_fused_?(\w*)")
+_NAME = re.compile(r"triton_(?:(poi|red|per|tem|for|spl|mix|unk)_)?fused_?(\w*)")
 
 
 def _any_word(*names: str) -> re.Pattern[str]:
@@ -452,8 +501,11 @@ def kind_of_inductor(name: str) -> str | None:
     return "cast" if "_to_copy" in operators else "elementwise"
 
 
-def rule_for(name: str, user_rules: Sequence[Rule] = ()) -> Rule | None:
-    """Return the first rule that matches a kernel's name, or None; ``user_rules`` come before the built-in ones."""
+def rule_for(name: str, user_rules: Sequence[Rule] = (), device: str = "") -> Rule | None:
+    """Return the first rule that matches a kernel's name, or None; ``user_rules`` come before the built-in ones.
+
+    ``device`` is the name of the device that ran it; rules for other devices do not count.
+    """
     for rule in user_rules:
         if re.search(rule.pattern, name, re.IGNORECASE | re.DOTALL):
             return rule
@@ -461,7 +513,12 @@ def rule_for(name: str, user_rules: Sequence[Rule] = ()) -> Rule | None:
     if kind := kind_of_inductor(name):
         # An Inductor name lists the fused operators, which decides the kind.
         return Rule(kind, "Triton", "")
-    return _built_in_rule_for(_without_parameters(name).lower())
+    plain = _without_parameters(name).lower()
+    built_in = _built_in_rule_for(plain, NPU if plain.startswith("aclnn") else device)
+    if built_in and built_in.kind == "flash_fwd" and _BACKWARD.search(plain) and not _FORWARD.search(plain):
+        # The words of attention are those of both passes.
+        return built_in._replace(kind="flash_bwd")
+    return built_in
 
 
 def _without_parameters(name: str) -> str:
@@ -482,13 +539,13 @@ def _without_parameters(name: str) -> str:
     return name
 
 
-def _built_in_rule_for(name: str) -> Rule | None:
-    """Return the first built-in rule that matches a lower-case name without parameters."""
+def _built_in_rule_for(name: str, device: str) -> Rule | None:
+    """Return the first built-in rule for this device that matches a lower-case name without parameters."""
     table, by_prefix, always = _lookup()
     prefixes = {name[start : start + _PREFIX_LENGTH] for start in range(len(name) - _PREFIX_LENGTH + 1)}
     for index in sorted({index for prefix in by_prefix.keys() & prefixes for index in by_prefix[prefix]}.union(always)):
         rule, words, sufficient = table[index]
-        if not any(word in name for word in words):
+        if not device.startswith(rule.device) or not any(word in name for word in words):
             continue
         if sufficient:
             return rule

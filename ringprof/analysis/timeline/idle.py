@@ -19,7 +19,7 @@ from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOT_KEPT, HostThread
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.trace.columns import MEMCPY, NO_HOST_EVENTS, NONE, Int64, distinct
+from ringprof.trace.columns import MEMCPY, NO_HOST_EVENTS, NONE, PAGE_MIGRATION, Int64, distinct
 from ringprof.trace.host_events import idle_gaps
 
 GAP_NS = 5_000
@@ -27,7 +27,8 @@ GAP_NS = 5_000
 HOST, GAP, BLOCKED = "host", "gap", "blocked"
 CAUSES = (HOST, GAP, BLOCKED)
 NO_LAUNCH, HOST_COPY, OTHER_STREAM, UNKNOWN = "no launch record", "host-side copy", "another stream", "unknown"
-BLOCKED_NAMES = (NO_LAUNCH, HOST_COPY, OTHER_STREAM, UNKNOWN)
+MANAGED = "managed memory"
+BLOCKED_NAMES = (NO_LAUNCH, HOST_COPY, OTHER_STREAM, UNKNOWN, MANAGED)
 """Possible causes of a blocked activity."""
 _WAKE_UP_NS = 20_000
 """A kernel that waited for an event of another stream starts within this time after the event."""
@@ -233,7 +234,13 @@ def _launched_parts(
     pageable = trace.names_that(lambda name: "ageable" in name)[activities.name[stretches.activity]]
     is_host_copy = pageable & (activities.category[stretches.activity] == MEMCPY)
     other_stream = activities.stream[preceding] != activities.stream[stretches.activity]
-    evidence = ((stretches.launch == NONE, NO_LAUNCH), (is_host_copy, HOST_COPY), (other_stream, OTHER_STREAM))
+    migrates = trace.names_that(lambda name: name.startswith(PAGE_MIGRATION))[activities.name[stretches.activity]]
+    evidence = (
+        (migrates, MANAGED),
+        (stretches.launch == NONE, NO_LAUNCH),
+        (is_host_copy, HOST_COPY),
+        (other_stream, OTHER_STREAM),
+    )
     names: Int64 = np.select(
         [mask for mask, _ in evidence],
         [BLOCKED_NAMES.index(name) for _, name in evidence],

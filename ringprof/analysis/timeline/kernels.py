@@ -13,7 +13,7 @@ from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.trace.columns import NONE, Trace
+from ringprof.trace.columns import KERNEL, NONE, Trace
 
 
 class RankKernel(NamedTuple):
@@ -138,3 +138,37 @@ def launch_statistics(classified: Classified, rows: TimedActivities) -> LaunchSt
         shorter_than_launch=int(np.count_nonzero(end - start < call_ns)),
         launch_ns=int(call_ns[first_of_call].sum()),
     )
+
+
+class OneByOne(msgspec.Struct, frozen=True):
+    """Kernels of a rank that are launched one by one beside graphs, which launch many at once."""
+
+    single: int
+    kernels: int
+    """Number of all kernels."""
+    operators: dict[str, int]
+    """Number of these kernels by the innermost operator that launches them, as far as operators are kept."""
+
+
+_LEAST_IN_GRAPH = 8
+"""Least number of kernels of one launch call that shows a graph."""
+
+
+def launched_one_by_one(classified: Classified, rows: TimedActivities) -> OneByOne | None:
+    """Count the kernels of a window that no graph launches; None where no graph launches any."""
+    trace = classified.trace
+    kernels = rows.activity[trace.activities.category[rows.activity] == KERNEL]
+    launch = classified.launch[kernels]
+    of_call = np.bincount(launch + 1, minlength=1)[launch + 1]
+    in_graph = (trace.activities.graph_node[kernels] != NONE) | ((launch != NONE) & (of_call >= _LEAST_IN_GRAPH))
+    if not in_graph.any():
+        return None
+    calls = launch[~in_graph & (launch != NONE)]
+    operators = trace.operators
+    enclosing = intervals.enclosing_rows(
+        (operators.start_ns, operators.end_ns, operators.thread),
+        trace.launches.start_ns[calls], trace.launches.thread[calls],
+    )  # fmt: skip
+    names, counts = np.unique(operators.name[enclosing[enclosing != NONE]], return_counts=True)
+    by_name = {trace.names[name]: count for name, count in zip(names.tolist(), counts.tolist(), strict=True)}
+    return OneByOne(int(np.count_nonzero(~in_graph)), len(kernels), by_name)

@@ -15,7 +15,7 @@ from ringprof.analysis.kinds.rules import Rule
 from ringprof.analysis.kinds.user_rules import wildcards
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.errors import UsageError
-from ringprof.trace.columns import NONE, Int64, Trace, distinct
+from ringprof.trace.columns import NONE, Int64, Trace, among, distinct
 
 _UNITS_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)\s*")
@@ -202,4 +202,35 @@ def _inside(
             on_device = intervals.contains(spans, trace.activities.start_ns)
             inside = distinct(np.concatenate((inside, np.flatnonzero(on_device & (launch == NONE)))))
         result.append(inside)
+    if any(map(len, result)):
+        _add_by_time(trace, launch, rows, result)
     return tuple(result)
+
+
+def _add_by_time(trace: Trace, launch: Int64, rows: npt.NDArray[np.intp], inside: list[Int64]) -> None:
+    """Add to the activities of each range those that name no launch and start in the range's time on the device.
+
+    This time lasts from its first launched activity to the end of its last. Where times of ranges that follow one
+    another overlap, the earliest range counts. Between them, an activity belongs with the launched one before it.
+    """
+    columns = trace.activities
+    unnamed = np.flatnonzero((launch == NONE) & ((columns.correlation == NONE) | (columns.correlation == 0)))
+    unnamed = unnamed[~among(unnamed, np.concatenate(inside))]
+    if not len(unnamed):
+        return
+    start, with_launch = columns.start_ns[unnamed], np.flatnonzero(launch != NONE)
+    preceding = np.append(with_launch, NONE)[np.searchsorted(columns.start_ns[with_launch], start, side="right") - 1]
+    # End of the range on the CPU to which an activity belongs: a range that begins later does not have it, too.
+    owned_until = np.full(len(unnamed), np.iinfo(np.int64).max)
+    owned = []
+    for row, activities in zip(rows, inside, strict=True):
+        own = activities[launch[activities] != NONE]
+        begin, end = (columns.start_ns[own].min(), columns.end_ns[own].max()) if len(own) else (0, 0)
+        candidates = np.arange(*np.searchsorted(start, (begin, end)))
+        candidates = candidates[owned_until[candidates] > trace.annotations.start_ns[row]]
+        owned_until[candidates] = np.minimum(owned_until[candidates], trace.annotations.end_ns[row])
+        owned.append(candidates)
+    between = np.flatnonzero(owned_until == np.iinfo(np.int64).max)
+    for index, candidates in enumerate(owned):
+        following = between[among(preceding[between], inside[index])]
+        inside[index] = np.sort(np.concatenate((inside[index], unnamed[candidates], unnamed[following])))

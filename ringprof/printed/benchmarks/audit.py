@@ -206,7 +206,8 @@ def _repeated_rows(rows: Sequence[LogRow]) -> list[Flag]:
     in_stretch = False
     for row in rows:
         times = row.forward_ms, row.forward_backward_ms, row.throughput_per_s
-        settings = row.system, row.seq, row.ulysses_degree, row.ring_degree, row.placement
+        method = row.label if row.format in ("csv", "printout") else ""
+        settings = row.system, method, row.seq, row.ulysses_degree, row.ring_degree, row.placement
         earlier = first.setdefault((*settings, *times, row.tflops, row.memory_mb), row)
         is_repeated = earlier is not row and any(value is not None for value in times)
         if is_repeated:
@@ -307,7 +308,7 @@ def _length_flags(rows: list[LogRow], settings: LogSettings) -> list[Flag]:
 def _growth_flags(rows: list[LogRow]) -> list[Flag]:
     """Flag times that hardly grow with the sequence length, within each series of comparable rows."""
     flags = []
-    names = ("system", "layout", "ulysses_degree", "ring_degree", "forward_only", "batch")
+    names = ("system", "label", "layout", "ulysses_degree", "ring_degree", "forward_only", "batch")
     passes = (("forward_ms", "forward"), ("forward_backward_ms", "forward and backward"))
     for series in grouped(rows, attrgetter(*names)):
         ordered = sorted((row for row in series if row.seq), key=lambda row: row.seq or 0)
@@ -391,6 +392,9 @@ def _largest_difference(valued_rows: list[tuple[LogRow, float]], unit: str, spre
 def _comparable(a: LogRow, b: LogRow) -> bool:
     """Return whether two rows may have the same configuration: no stated settings differ."""
     if (a.file, a.line) == (b.file, b.line):
+        return False
+    # Methods of one table.
+    if (a.file, a.label_line) == (b.file, b.label_line) and a.label != b.label:
         return False
     # A placement that is not stated may be either one, and the two placements differ widely in speed.
     if a.placement != b.placement:

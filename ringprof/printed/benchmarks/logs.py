@@ -26,7 +26,7 @@ LOGS_SCHEMA = "ringprof.logs/1"
 LOG_COLUMNS = (
     "file", "line", "format", "system", "label", "seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype",
     "world_size", "placement", "layout", "ulysses_degree", "ring_degree", "double_ring", "forward_only", "device",
-    "forward_ms", "forward_backward_ms", "throughput_per_s", "tflops", "tflops_forward", "tflops_backward",
+    "forward_ms", "forward_backward_ms", "time_ms", "throughput_per_s", "tflops", "tflops_forward", "tflops_backward",
     "memory_mb", "oom", "missing", "computed_tflops", "tflops_per_gpu", "verdict",
 )  # fmt: skip
 """Columns of the frame, the CSV and the rows in JSON.
@@ -40,7 +40,8 @@ MAX_SEPARATE_FLAGS = 5
 """Most flags of one code and file that are printed as separate paragraphs."""
 _COLUMNS = (
     Column("system"), Column("line"), Column("B", drop=1), Column("seq"), Column("fwd ms", drop=3),
-    Column("fwd+bwd\nms"), Column("memory\nMB", drop=2), Column("TFLOP/s"), Column("computed"),
+    Column("fwd+bwd\nms"), Column("ms"), Column("it/s"), Column("memory\nMB", drop=2), Column("TFLOP/s"),
+    Column("fwd\nTFLOP/s", drop=4), Column("computed"),
     Column("verdict", left=True),
 )  # fmt: skip
 _ROW_FIELDS = frozenset(field.name for field in fields(LogRow))
@@ -154,9 +155,12 @@ def _cells(audited: JudgedRow) -> list[str]:
     """Format the cells of one row, in the order of `_COLUMNS`."""
     row = audited.row
     tflops = "OOM" if row.oom else "x" if row.missing else or_dash(row.tflops, ".2f")
-    times = (or_dash(value, ".2f") for value in (row.forward_ms, row.forward_backward_ms, row.memory_mb))
+    per_second = None if row.forward_ms or row.forward_backward_ms else row.throughput_per_s
+    times = row.forward_ms, row.forward_backward_ms, row.time_ms, per_second, row.memory_mb
     integers = (or_dash(value, "d") for value in (row.line, row.batch, row.seq))
-    return [_system(row), *integers, *times, tflops, or_dash(audited.computed_tflops, ".2f"), audited.verdict]
+    forward = row.tflops_forward if row.format == "printout" else None
+    rates = or_dash(forward, ".2f"), or_dash(audited.computed_tflops, ".2f")
+    return [_system(row), *integers, *(or_dash(time, ".2f") for time in times), tflops, *rates, audited.verdict]
 
 
 def _system(row: LogRow) -> str:

@@ -1,4 +1,4 @@
-"""Parser of tables whose cells are separated by ``|``.
+"""Parser of tables whose cells are separated by ``|``, or by commas (CSV).
 
 Such tables are the summaries of Transformer Engine, double ring, USP and Ulysses scripts, Markdown tables of them, and
 tables by ring type.
@@ -53,7 +53,9 @@ _FIGURES = {
     "fwd(ms)": "forward_ms", "forward(ms)": "forward_ms", "fwd+bwd(ms)": "forward_backward_ms",
     "forward+backward(ms)": "forward_backward_ms", "memory(mb)": "memory_mb", "peakmemory(mb/device)": "memory_mb",
     "tflops/s": "tflops", "tflops": "tflops", "speed(tflops)": "tflops", "throughput(iters/s)": "throughput_per_s",
-    "latency(ms/iter)": "latency_ms",
+    "latency(ms/iter)": "latency_ms", "latency(ms)": "time_ms", "time(ms)": "time_ms", "timems": "time_ms",
+    "fwdms": "forward_ms", "forwardms": "forward_ms", "fwd+bwdms": "forward_backward_ms", "iter/s": "throughput_per_s",
+    "iter/sec": "throughput_per_s", "iters/s": "throughput_per_s", "it/s": "throughput_per_s", "tflop/s": "tflops",
 }  # fmt: skip
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "dtype": ("dtype", lambda cell: cell or None),
@@ -62,10 +64,16 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "batchsize": ("batch", parse_integer),
     "seqlen": ("seq", parse_sequence),
     "sequencelength": ("seq", parse_sequence),
+    "seq": ("seq", parse_sequence),
+    "bs": ("batch", parse_integer),
+    "gpus": ("world_size", parse_integer),
+    "ngpus": ("world_size", parse_integer),
+    "method": ("label", str),
     "numheads": ("heads", parse_integer),
     "heads": ("heads", parse_integer),
     "headdim": ("head_dim", parse_integer),
-    "dim": ("head_dim", parse_integer),
+    # Some tables call the hidden size so, which is larger than any head.
+    "dim": ("head_dim", lambda cell: size if (size := parse_integer(cell)) and size <= _LARGEST_HEAD else None),
     "causal": ("causal", parse_bool),
     "spsize": ("world_size", parse_integer),
     "cpsize": ("world_size", parse_integer),
@@ -77,7 +85,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "doublering": ("double_ring", parse_bool),
 }
 _KNOWN = {*_FIGURES, *_SETTINGS, "qkvformat", "cp", "window", "cudakernel", "optbwd"}
-_LENGTHS = {"seqlen", "sequencelength"}
+_LENGTHS = {"seqlen", "sequencelength", "seq"}
+_LARGEST_HEAD = 512
 _MARKDOWN_RULE = re.compile(r"[|:\- ]*")
 
 _MAX_WRAPPED_LINES = 8
@@ -100,6 +109,8 @@ class PipeHeader:
     """Normalised titles: lower case, without spaces, underscores and backquotes."""
     wrap: int
     """Width at which the log was wrapped; 0 where the header is on one line."""
+    separator: str = "|"
+    """Mark between two cells: a bar, or a comma."""
 
     @property
     def known(self) -> int:
@@ -114,7 +125,7 @@ class PipeHeader:
     @property
     def is_burst(self) -> bool:
         """Whether this is the header of a Burst block's settings, whose figures follow on separate lines."""
-        return "seqlen" in self.keys and _FIGURES.keys().isdisjoint(self.keys)
+        return self.separator == "|" and "seqlen" in self.keys and _FIGURES.keys().isdisjoint(self.keys)
 
 
 @dataclass(frozen=True)
@@ -139,9 +150,15 @@ def _key(title: str) -> str:
 def may_be_header(lines: LogLines, index: int) -> bool:
     """Return whether `find_pipe_header`, which takes ten times as long, could find a header at line ``index``."""
     line = lines[index]
-    if line.count("|") < 2 or not any(_key(cell) in _KNOWN for cell in line.split("|")):
+    separator = _separator(line)
+    if line.count(separator) < 2 or not any(_key(cell) in _KNOWN for cell in line.split(separator)):
         return False
     return _has_length_title(line) or _has_length_title("".join(lines.between(index, index + _MAX_WRAPPED_LINES)))
+
+
+def _separator(line: str) -> str:
+    """Return the mark between the cells of a line."""
+    return "|" if "|" in line else ","
 
 
 def _has_length_title(text: str) -> bool:
@@ -157,6 +174,8 @@ def find_pipe_header(lines: LogLines, index: int) -> PipeHeader | None:
     """
     line = lines[index]
     best, line_count = _parse_header(line, index, 1, 0), 1
+    if "|" not in line:
+        return best
     # A wrapped header continues over lines without its prefix, each of which adds known titles.
     for next_line in lines.between(index + 1, index + _MAX_WRAPPED_LINES):
         if _begins_new_row(next_line, best) or _parse_header(next_line, index, 1, 0) is not None:
@@ -191,7 +210,8 @@ def _parse_header(text: str, index: int, line_count: int, wrap: int) -> PipeHead
     """Parse a line, joined from ``line_count`` wrapped ones, as a header; None where it is none."""
     if not _has_length_title(text):
         return None
-    cells = text.split("|")
+    separator = _separator(text)
+    cells = text.split(separator)
     if cells[-1].strip() == "":
         cells.pop()
     prefix = ""
@@ -202,19 +222,20 @@ def _parse_header(text: str, index: int, line_count: int, wrap: int) -> PipeHead
         cells[0] = title
     keys = tuple(map(_key, cells))
     titles = tuple(cell.strip() for cell in cells)
-    header = PipeHeader(index, line_count, LinePrefix(prefix.strip()), titles, keys, wrap)
-    return header if header.known >= 3 and not _LENGTHS.isdisjoint(keys) else None
+    header = PipeHeader(index, line_count, LinePrefix(prefix.strip()), titles, keys, wrap, separator)
+    has_figures = not _FIGURES.keys().isdisjoint(keys) or header.is_burst
+    return header if header.known >= 3 and has_figures and not _LENGTHS.isdisjoint(keys) else None
 
 
 def read_pipe_row(lines: LogLines, index: int, header: PipeHeader) -> PipeRow | None:
     """Read the row that begins at line ``index``; None where no row of this table begins there."""
     joined, line_count = lines[index], 1
-    if "|" not in joined:
+    if header.separator not in joined or header.separator != _separator(joined):
         return None
     cells = _split_cells(joined, header)
     while cells is not None and line_count < min(_MAX_WRAPPED_LINES, len(lines) - index):
         full = header.wrap > 0 and len(lines[index + line_count - 1]) == header.wrap
-        incomplete = full or len(cells) < len(header.keys)
+        incomplete = header.separator == "|" and (full or len(cells) < len(header.keys))
         next_line = lines[index + line_count]
         if not incomplete or _begins_new_row(next_line, header) or _parse_header(next_line, index, 1, 0):
             break
@@ -233,7 +254,7 @@ def _split_cells(text: str, header: PipeHeader) -> list[str] | None:
     content = header.prefix.cut(text.lstrip())
     if content is None or _MARKDOWN_RULE.fullmatch(content):
         return None
-    cells = [cell.strip() for cell in content.split("|")]
+    cells = [cell.strip() for cell in content.split(header.separator)]
     # Markdown ends rows with a bar; in the header, the empty cell after the last bar was dropped, too.
     while len(cells) > len(header.keys) and not cells[-1]:
         cells.pop()
@@ -258,9 +279,11 @@ def _parse_fields(cells: list[str], header: PipeHeader) -> Fields:
                 fields["oom"] = True
             elif cell in _NO_NUMBER and name == "tflops":
                 fields["missing"] = True
-    if "latency_ms" in fields:
-        name = _time_name(fields)
-        fields[name], steps[name] = fields.pop("latency_ms"), steps.pop("latency_ms")
+    for title in ("latency_ms", "time_ms"):
+        # A time of passes that the row does not state stays what it is.
+        if title in fields and (title == "latency_ms" or fields.get("forward_only") is not None):
+            name = _time_name(fields)
+            fields[name], steps[name] = fields.pop(title), steps.pop(title)
     return fields | {"steps": steps}
 
 

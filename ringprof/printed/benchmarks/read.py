@@ -2,7 +2,8 @@
 
 Formats: the ``|`` tables of Transformer Engine, double ring, USP and Ulysses scripts, with or without a launcher's
 prefix; Markdown tables of the same; tables by ring type with throughput, latency, peak memory and speed; Burst's
-blocks of settings, times and rates; ``Benchmark Results for`` blocks. Settings that the text states elsewhere apply to
+blocks of settings, times and rates; ``Benchmark Results for`` blocks; CSV of the same columns; flash-attention's
+printouts (`ringprof.printed.benchmarks.printouts`). Settings that the text states elsewhere apply to
 the rows that follow, which name the line that a setting comes from.
 """
 
@@ -26,9 +27,11 @@ from ringprof.printed.benchmarks.pipes import (
     parse_number,
     read_pipe_row,
 )
+from ringprof.printed.benchmarks.printouts import read_figures, read_heading
 from ringprof.printed.benchmarks.rows import STATED, BenchmarkLog, Fields, Flag, LogRow, LogSettings, completed, flag
 
 _TWO_RINGS = re.compile(r"\[[0-9]+(?:, ?[0-9]+){0,4096}\]\s{1,16}\[[0-9]+(?:, ?[0-9]+){0,4096}\]")
+_ITERATIONS = re.compile(r"(fwd only|fwd \+ bwd) \(iters?/s(?:ec)?\)")
 _MAX_HEADERS = 16
 """Most tables of different prefixes that may be interleaved."""
 _MAX_EFFORT = 1_000_000
@@ -36,6 +39,10 @@ _TABLE_LINE_EFFORT = 20
 """Effort of a line that may belong to a table; one plain line counts 1, and a log is read up to `_MAX_EFFORT`."""
 _OF_ONE_RUN = ("seq", "batch", "forward_ms", "forward_backward_ms", "tflops")
 """Figures by which a table row repeats a results block."""
+_FORMATS = (
+    ": those are tables (| or CSV) with a column seqlen and one of times (ms), TFLOP/s or iter/s; flash-attention's"
+    " '### causal=..., seqlen=... ###' with 'NAME fwd: ...'; Burst's and 'Benchmark Results for' blocks"
+)
 _TOO_LONG = "the log is longer than one that holds tables alone; cut these out of it"
 
 
@@ -57,13 +64,15 @@ def parse_log(data: bytes, name: str) -> BenchmarkLog:
             raise InputError(f"{name}: no benchmark rows in the {reader.end} lines that were read: {_TOO_LONG}")
         has_titles = b"# of Calls" in data or b"Total Time (ns)" in data
         hint = f": for its kernel table, ringprof report {name}" if has_titles else ""
-        raise InputError(f"{name}: no benchmark rows in a known format{hint}")
+        if b"algbw" in data and b"busbw" in data:
+            raise InputError(f"{name}: tables of nccl-tests, which time links, not attention: see ringprof calibrate")
+        raise InputError(f"{name}: no benchmark rows in a known format{hint or _FORMATS}")
     return BenchmarkLog(name, tuple(reader.rows), reader.settings, tuple(reader.flags))
 
 
 def has_rows(data: bytes) -> bool:
     """Return whether a log holds benchmark rows."""
-    if b"|" not in data and b"Benchmark Results for" not in data:
+    if not any(mark in data for mark in (b"|", b"Benchmark Results for", b"seqlen")):
         return False
     reader = _Reader(LogLines(data), "")
     reader.read(only_first=True)
@@ -87,6 +96,10 @@ class _Reader:
         self._effort = 0
         self._block: LogRow | None = None
         self._double_ring = False
+        self._methods: list[str] = []
+        """Titles of the last table with one column per method."""
+        self._printout: Fields = {}
+        """Settings of the last heading of flash-attention's benchmarks."""
         self._last_row: tuple[int, PipeRow] | None = None
 
     def read(self, *, only_first: bool = False) -> None:
@@ -111,8 +124,11 @@ class _Reader:
     def _read_at(self, index: int) -> int:
         """Read the item that begins at line ``index``; return the number of lines that it takes."""
         line = self.lines[index]
-        if "|" in line and (line_count := self._read_pipes(index)):
+        may_be_csv = "," in line and (self._headers or "seq" in line.lower())
+        if ("|" in line or may_be_csv) and (line_count := self._read_pipes(index)):
             return line_count
+        if self._read_printout(line, index) or ("|" in line and self._read_iterations(line, index)):
+            return 1
         if block := _read_results(self.lines, index):
             fields, line_count = block
             self._end_block()
@@ -134,6 +150,45 @@ class _Reader:
             before, self.settings = self.settings, _read_settings(self.settings, line, index + 1)
             self._effort += 0 if self.settings is before else 2
         return 1
+
+    def _read_printout(self, line: str, index: int) -> bool:
+        """Read a heading of flash-attention's benchmarks, or one result line below it; return whether it is one."""
+        if settings := read_heading(line):
+            self._end_block()
+            self._label, self._printout = (line.strip("# \n"), index + 1), settings
+            return True
+        figures = read_figures(line) if self._printout and "wd" in line else None
+        if not self._printout or figures is None:
+            return False
+        method, fields = figures
+        last = self.rows[-1] if self.rows else None
+        if last and (last.label, last.label_line) == (method, self._label[1]):
+            # The backward pass stands on a line of its own.
+            steps = {**last.steps, **fields.pop("steps")}
+            self.rows[-1] = replace(last, **fields, steps=steps)
+        else:
+            row = self._build_row(self._printout | fields, index, "printout", ())
+            self.rows.append(_of_method(row, method))
+        return True
+
+    def _read_iterations(self, line: str, index: int) -> bool:
+        """Read a row of iterations per second with one column per method, or its header; return whether it is one."""
+        cells = [cell.strip("* ") for cell in line.strip().strip("|").split("|")]
+        if len(cells) > 2 and cells[1].lower() == "gpu":
+            self._methods = cells
+            return True
+        stated = _ITERATIONS.fullmatch(cells[0]) if len(cells) == len(self._methods) else None
+        if stated is None:
+            return False
+        settings: Fields = {"forward_only": stated[1] == "fwd only"}
+        if gpus := _GPU_COUNT.search(cells[1].replace("x", "x ", 1)):
+            settings |= {"world_size": int(gpus[1]), "device": gpus[2]}
+        for method, cell in zip(self._methods[2:], cells[2:], strict=True):
+            if number := parse_number(cell):
+                fields = settings | {"throughput_per_s": number[0], "steps": {"throughput_per_s": number[1]}}
+                row = self._build_row(fields, index, "markdown", tuple(self._methods))
+                self.rows.append(_of_method(row, method))
+        return True
 
     def _read_heading(self, line: str, index: int) -> None:
         """Update the current label from a line that is a heading or a list item."""
@@ -177,10 +232,14 @@ class _Reader:
     def _add_table_row(self, fields: Fields, header: PipeHeader, index: int) -> None:
         """Add a table row, with its system by layout, and with the settings of a results block that it repeats."""
         kind = "ring_type" if "ringtype" in header.keys else "markdown" if header.markdown else "columns"
+        kind = "csv" if header.separator == "," else kind
+        method = fields.pop("label", "")
         ulysses, ring = fields.get("ulysses_degree"), fields.get("ring_degree")
         if ulysses and ring:
             fields.setdefault("world_size", ulysses * ring)
         row = self._build_row(fields, index, kind, header.titles)
+        if method:
+            row = _of_method(row, method)
         if row.layout is not None:
             system = "ring" if row.layout == "contiguous" else row.layout
             row = replace(row, system="usp" if (ulysses or 1) > 1 else system)
@@ -428,6 +487,11 @@ _SYSTEMS = (
     ("stripe", re.compile(r"strip", re.IGNORECASE)),
     ("ring", re.compile(r"\bring\b|ring ?att", re.IGNORECASE)),
 )
+
+
+def _of_method(row: LogRow, method: str) -> LogRow:
+    """Return a row with the system that its own method names."""
+    return replace(row, label=method, system=_system_of(method.replace("_", " ")))
 
 
 @lru_cache(maxsize=256)

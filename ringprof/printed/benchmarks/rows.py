@@ -55,7 +55,7 @@ class LogRow:
     file: str
     line: int
     format: str
-    """``columns``, ``markdown``, ``ring_type``, ``burst`` or ``results``."""
+    """``columns``, ``markdown``, ``csv``, ``ring_type``, ``burst``, ``results`` or ``printout``."""
     system: str
     """Normalised system name, ``unknown`` where no heading names one.
 
@@ -82,6 +82,8 @@ class LogRow:
     forward_only: bool | None = None
     forward_ms: float | None = None
     forward_backward_ms: float | None = None
+    time_ms: float | None = None
+    """Time of passes that the row does not state; never compared with a rate."""
     throughput_per_s: float | None = None
     tflops: float | None = None
     """Rate of forward and backward; of forward alone where `forward_only`."""

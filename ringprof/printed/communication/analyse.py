@@ -437,17 +437,21 @@ def _verdict(
     late_by: str, labels: dict[str, str], ranks: Sequence[RankRow],
 ) -> Iterable[str]:  # fmt: skip
     """Yield the sentences of the report: what is not complete and for whom it waits, who waited, and who came late."""
+    disagreeing = [match for match in matches.matched if match.sizes_differ]
+    if disagreeing:
+        first = [rows[key].operation for key in disagreeing[0].members]
+        ranks_by_text: dict[str, list[int]] = defaultdict(list)
+        for operation in first:
+            ranks_by_text[_sized(operation)].append(operation.rank)
+        listed = ", ".join(f"{_listed(named)} {text}" for text, named in [*ranks_by_text.items()][:4])
+        yield (
+            f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)}, first in number"
+            f" {first[0].sequence} of group {labels.get(first[0].group, '')}: {listed}. Such an operation hangs, or"
+            " gives wrong results."
+        )
     unfinished = [key for key, row in rows.items() if row.operation.state != COMPLETED]
     if unfinished:
         yield from _unfinished_sentences(unfinished, standings, matches, rows, labels)
-    disagreeing = [match for match in matches.matched if match.sizes_differ]
-    if disagreeing:
-        first = [rows[key] for key in disagreeing[0].members]
-        listed = ", ".join(f"rank {row.operation.rank} {_sized(row.operation)}" for row in first[:4])
-        yield (
-            f"The ranks disagree in {len(disagreeing):,} operation{'s' * (len(disagreeing) > 1)}, first in number"
-            f" {first[0].operation.sequence} of group {labels.get(first[0].operation.group, '')}: {listed}."
-        )
     longest = max(ranks, key=lambda row: row.excess_ns or 0)
     if longest.excess_ns:
         yield (
@@ -477,6 +481,10 @@ def _verdict(
         )
 
 
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{', ...' * (len(ranks) > 4)}"
+
+
 def _sized(operation: Operation) -> str:
     if operation.is_hop:
         sizes = [
@@ -484,6 +492,8 @@ def _sized(operation: Operation) -> str:
         ]
         sent, received = (f"{size or 0:,} bytes" for size in sizes)
         return f"sends {sent} and receives {received}"
+    if operation.equal:
+        return f"{words(operation.name)} of {operation.equal}"
     size = operation.size_bytes
     return f"{words(operation.name)} of {'unknown size' if size is None else f'{size:,} bytes'}"
 
@@ -512,7 +522,12 @@ def _unfinished_sentences(
                 f"Rank {rank} {lacks} its part of {place_of(standing.row)} of group {standing.group}, which rank"
                 f" {operation.rank} posted{from_}{stands}."
             )
-    together = [key for key in unfinished if (match := matches.match_of[key]).complete and not match.missing]
+    # A group whose ranks disagree needs no other cause to hang.
+    disagree = {rows[match.members[0]].operation.group for match in matches.matched if match.sizes_differ}
+    together = [
+        key for key in unfinished
+        if (match := matches.match_of[key]).complete and not match.missing and rows[key].operation.group not in disagree
+    ]  # fmt: skip
     if together and not explained:
         first = rows[together[0]]
         label = labels.get(first.operation.group, first.operation.group)

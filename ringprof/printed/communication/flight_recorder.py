@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -235,6 +235,7 @@ def _operation(members: list[_Entry], timed: _Entry, groups: Mapping[str, Group]
         rank=rank, group=group, name=name or (names[0] if names else timed.profiling_name.partition(":")[2]),
         sequence=timed.p2p_seq_id if is_hop else timed.collective_seq_id, state=state,
         sends=tuple(sends), receives=tuple(receives), size_bytes=None if is_hop else _collective_bytes(members),
+        equal="" if is_hop else _equal_on_all(members),
         timed_out=timed.retired and state != COMPLETED, location=_location(first.frames or timed.frames), **times,
     )  # fmt: skip
 
@@ -279,6 +280,22 @@ def _collective_bytes(members: Iterable[_Entry]) -> int | None:
     return total
 
 
+_EQUAL = re.compile(
+    "all_?reduce(_coalesced|_barrier)?|barrier|_?broadcast(_oop)?|_?reduce(_oop)?|_?all_?gather_base|_?reduce_scatter_base"
+    "|all_gather_(single|into_tensor_coalesced)|reduce_scatter_(single|tensor_coalesced)"
+)
+"""Collectives whose inputs have equal sizes and types on all ranks; the others may be uneven."""
+
+
+def _equal_on_all(members: Sequence[_Entry]) -> str:
+    """Return the elements and types of the inputs of collectives, for `Operation.equal`."""
+    if not all(_EQUAL.fullmatch(member.profiling_name.partition(":")[2]) for member in members):
+        return ""
+    inputs = [pair for member in members for pair in zip(member.input_sizes, member.input_dtypes, strict=False)]
+    return " + ".join(f"{math.prod(shape):,} {dtype}" for shape, dtype in inputs[:_MOST_INPUTS])
+
+
+_MOST_INPUTS = 100
 _MOST_FRAMES = 64
 _LIBRARY = ("/torch/", "/site-packages/torch", "<frozen")
 

@@ -23,7 +23,7 @@ class Match(msgspec.Struct):
     complete: bool = False
     """Whether the logs hold the part of every rank, of two or more."""
     sizes_differ: bool = False
-    """Whether two ranks disagree on the size of a message or on which collective it is."""
+    """Whether two ranks disagree on a size or a type that must be equal, or on which collective it is."""
     is_collective: bool = False
     """Whether this is one collective, of which every member is a peer of every other."""
 
@@ -89,6 +89,7 @@ def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> list[Matc
         )  # fmt: skip
         operations = [_at(by_rank, key) for key in keys]
         differ = len({operation.name for operation in operations}) > 1
+        differ |= len({operation.equal for operation in operations if operation.equal}) > 1
         # A rank with two operations of one number shows that the numbers do not tell which belong together.
         is_collective, complete = len(keys) == len(ranks), not absent and len(members) > 1
         matches.append(Match(keys, missing, complete, differ, is_collective))

@@ -58,6 +58,9 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     receives: tuple[Message, ...] = ()
     size_bytes: int | None = None
     """Size of a collective in bytes by the convention of nccl-tests: all ranks' data of a gather or scatter."""
+    equal: str = ""
+    """Elements and types of a collective that must be equal on all ranks, as ``1,024 BFloat16``; empty: unknown, or may
+    differ."""
     posted_ns: int | None = None
     """Time at which the host posted the operation; the device cannot have begun earlier."""
     started_by_ns: int | None = None

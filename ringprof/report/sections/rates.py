@@ -5,6 +5,7 @@ from __future__ import annotations
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.step_rates import (
     MASKS_UNKNOWN,
+    MIN_RATED,
     PartRate,
     StepRates,
     flops_in_words,
@@ -32,7 +33,7 @@ def _lines(findings: Findings) -> list[str]:
     if rates is None:
         return []
     device = "process" if findings.attribution.on_cpu else "GPU"
-    rated = [row for row in rates.parts if row.tflops is not None]
+    rated = [row for row in rates.parts if row.tflops is not None and row.coverage >= MIN_RATED]
     parts = [f"{label_of(row.part, findings.summary)} at {_rate(row, rates)}" for row in rated]
     work = f"{flops_in_words(rates.flops / 1e12)} per {device} by recorded shapes, recomputed work included"
     lines = [f"{work}: {', '.join(parts)}"] if parts else []
@@ -40,7 +41,8 @@ def _lines(findings: Findings) -> list[str]:
         others = "".join(f"; {percent(share)} of the FLOPs are {dtype}" for dtype, share in rates.other_dtypes.items())
         lines.append(f"MFU {percent(rates.mfu)} of {rates.peak_tflops:g} TFLOP/s ({rates.peak_source}){others}")
     missing = shape_coverage_clause(rates)
-    return [*lines, missing] if missing else lines
+    # Without a rate, the verdict says how few shapes are recorded.
+    return [*lines, missing] if missing and lines else lines
 
 
 def _rate(row: PartRate, rates: StepRates) -> str:

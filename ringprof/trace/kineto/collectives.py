@@ -63,6 +63,8 @@ class DeviceArgs(CommArgs, gc=False):
     size_bytes: JsonScalar = msgspec.field(default=None, name="bytes")
     graph_node: JsonScalar = msgspec.field(default=None, name="graph node id")
     target_device: JsonScalar = msgspec.field(default=None, name="toDevice")
+    connection: JsonScalar = msgspec.field(default=None, name="connection_id")
+    """Number that a CANN task shares with the arrow from its launch."""
 
 
 COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__))

@@ -45,7 +45,7 @@ from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fi
 from ringprof.trace.kineto.host_rows import FORWARD_ARROW, ForwardArrows, HostRows
 from ringprof.trace.kineto.shapes import ShapeReader, has_shapes
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
-from ringprof.trace.kineto.tracks import Tracks
+from ringprof.trace.kineto.tracks import HOST_TO_DEVICE, Tracks, launch_of_arrow
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
 from ringprof.trace.operator_flops import FORMULAS, OperatorFlops
 
@@ -202,7 +202,7 @@ class Collector:
         """Number of events with each oddity; keys are warning codes."""
         self.unread: Counter[str] = Counter()
         """Number of events of each unknown category, or of each process without categories."""
-        self._tracks = Tracks()
+        self.tracks = Tracks()
         self._rows_by_process = Counter[tuple[object, object]]()
         """Number of activities by device and process. In one rank's trace, each device has one process."""
         self._launches_by_process = Counter[object]()
@@ -249,7 +249,7 @@ class Collector:
         """Add the next events; those without use for the analysis are dropped."""
         self.total += len(events)
         others = self._sort(events)
-        self._tracks.add_names(event for event in others if event.ph == "M")
+        self.tracks.add_names(event for event in others if event.ph == "M")
         for event in others:
             if event.ph == "X":
                 self._add_uncategorized(event)
@@ -297,6 +297,8 @@ class Collector:
             elif phase == "s" or phase == "f":
                 if event.cat == FORWARD_ARROW:
                     arrows.append(event)
+                elif phase == "s" and event.cat == HOST_TO_DEVICE and (launch := launch_of_arrow(event)):
+                    launches.append(launch)
             elif phase == "M":
                 others.append(event)
             elif phase == "i" and event.name == MEMORY_EVENT:
@@ -320,11 +322,11 @@ class Collector:
 
     def _add_uncategorized(self, event: Event) -> None:
         """Queue an event of unknown category if its track is a device's; else count its category as unread."""
-        activity = self._tracks.device_event(event)
+        activity = self.tracks.device_event(event)
         if activity:
             self._queued["activities"].append(activity)
             return
-        source = self._tracks.unread_source(event)
+        source = self.tracks.unread_source(event)
         if source is None:
             self.oddities["missing_category"] += 1
         elif source:
@@ -444,6 +446,10 @@ class Collector:
                 return integers([_first_known(a.external_id, a.old_external_id) for a in args])
             case "collective":
                 return np.array([NONE if a.collective is None else self._collective_index(a) for a in args], np.int32)
+        if name == "correlation" and on_device:
+            return integers([_first_known(a.correlation, a.connection) for a in args])
+        if name == "correlation":
+            return integers([_launch_id(a) for a in args])
         return integers([getattr(a, name) for a in args])
 
     def _name_index(self, name: str) -> int:
@@ -506,9 +512,8 @@ class Collector:
         rows = {table: self._columns(table) for table in TABLES}
         if rows["activities"]:
             self._count("missing_name", rows["activities"]["name"] == self.names.get("", NONE))
-            unlaunched = rows["activities"]["correlation"] == NONE
-            # Some writers other than PyTorch give no correlation at all; that is not damage.
-            self._count("missing_correlation", unlaunched & ~unlaunched.all())
+        if rows["launches"] and rows["activities"]:
+            _join_by_external_id(rows["activities"], rows["launches"]["correlation"])
         if rows["launches"]:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
@@ -523,6 +528,20 @@ class Collector:
         if rows["comm_records"]:
             rows["comm_records"] = _select(rows["comm_records"], rows["comm_records"]["collective"] != NONE)
         return {table: table_of(kind, rows[table]) for table, kind in TABLES.items()}
+
+
+def _launch_id(args: Args) -> JsonScalar:
+    """Return the correlation of a launch; without one, a number below `NONE` that stands for its external id."""
+    external = whole_number(_first_known(args.external_id, args.old_external_id))
+    return args.correlation if args.correlation is not None or external is None else NONE - 1 - external
+
+
+def _join_by_external_id(activities: _Columns, launches: Int64) -> None:
+    """Give activities without a correlation the number of the only launch with their external id."""
+    numbers, counts = np.unique(launches[launches < NONE], return_counts=True)
+    number = NONE - 1 - activities["external_id"]
+    joined = (activities["correlation"] == NONE) & (number < NONE) & among(number, numbers[counts == 1])
+    activities["correlation"][joined] = number[joined]
 
 
 def _select(columns: _Columns, mask: npt.NDArray[np.bool_]) -> _Columns:

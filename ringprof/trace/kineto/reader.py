@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 
 import msgspec
+import numpy as np
 
 from ringprof.common.limits import MemoryBudget
 from ringprof.errors import TraceFormatError
 from ringprof.trace.checks import overlap_warnings, validate_trace, without_repeats
-from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace
+from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace, has_launch_id
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
 from ringprof.trace.kineto.event_list import UNREADABLE, Event, EventStream, Piece, decode_events, decode_fields
@@ -141,7 +142,9 @@ def _add_damage(reading: _PassResult, piece: Piece, stream: EventStream, recover
     reading.skipped += recovered.skipped
     if reading.first_damage is None:
         reading.first_damage = recovered.first_damage
-    if piece.last and recovered.end is None:
+    # One event a line, without list and commas, has no end that could be missing.
+    lines = not stream.list_root and not stream.head and len(recovered.events) - recovered.gaps < 2
+    if piece.last and recovered.end is None and not (lines and not recovered.skipped_last):
         # Chrome's format allows a bare list without its closing bracket, but a list that is cut off looks the same.
         reading.cut_at = piece.offset + recovered.last_whole
         reading.cut_events = int(recovered.skipped_last)
@@ -167,12 +170,19 @@ def _trace(reading: _PassResult, name: str) -> Trace:
     rank_of_name = None if reading.second_list else rank_in_name(name)
     trace = Trace(
         path=name, names=list(collector.names), **tables,
-        collectives=[with_group(collective, groups) for collective in collector.collectives], devices=metadata.devices,
+        collectives=[with_group(collective, groups) for collective in collector.collectives],
+        devices=metadata.devices or collector.tracks.devices,
         rank=rank_of_name if metadata.rank is None else metadata.rank, world_size=metadata.world_size,
-        host=metadata.host, groups=groups, base_ns=metadata.base_ns, events_total=collector.total + reading.skipped,
+        host=metadata.host, groups=groups, base_ns=metadata.base_ns, producer=collector.tracks.producer,
+        events_total=collector.total + reading.skipped,
         events_skipped=reading.skipped, warnings=_warnings(reading),
     )  # fmt: skip
     trace = without_repeats(trace)
+    named = has_launch_id(trace.activities.correlation)
+    # Some writers other than PyTorch give no correlation at all; that is not damage.
+    if named.any() and not named.all():
+        count = int(np.count_nonzero(~named))
+        trace.warnings.append(Notice("missing_correlation", f"{count} {_NO_LAUNCH}", trace.rank, count))
     trace.warnings.extend(overlap_warnings(trace.activities, metadata.rank))
     return trace
 
@@ -202,13 +212,13 @@ _ODDITIES = {
     "missing_duration": "events without a readable duration count as 0 ns long",
     "missing_category": "events without a category were left out",
     "missing_name": "kernels or copies have no name: what kind they are is not known",
-    "missing_correlation": "kernels or copies do not say what launched them: they may count to the wrong work",
     "zero_duration": "kernels or copies are 0 ns long",
     "unreadable_arguments": "events have arguments that cannot be read in full; their times count",
     "begin_end_events": "begin/end events, which PyTorch does not write, were left out",
 }
 
 
+_NO_LAUNCH = "kernels or copies do not say what launched them: they may count to the wrong work"
 _NO_DEVICE = (
     "the run used a GPU, and nothing of what ran there is in the trace: device activities were not profiled (not asked "
     "for, or refused to the profiler), or profiling ended before the first kernel"

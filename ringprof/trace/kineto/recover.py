@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 
 from ringprof.trace.kineto.event_list import BOUNDARY, EVENT_START, LIST_KEY, UNREADABLE, Event, Piece, decode_event
 
 # The list is followed by the next key, by the end of the file, or by another document in concatenated files.
 _LIST_END = re.compile(rb"\s*(?:,\s*)?\]\s*(?=,\s*\"|\}\s*(?:\Z|[{\[])|\Z|\[)")
+_LAST_EVENT_END = re.compile(rb"\}(?=" + _LIST_END.pattern + rb")")
+_MOST_ENDS = 4
+"""Number of places that are tried as the end of the last event, where it must be repaired."""
 _SEPARATOR = re.compile(rb"\s*(?:,\s*)?")
 
 # Invalid text that can be repaired: a word in place of a number, a comma before a closing bracket, a backslash that
@@ -130,16 +134,22 @@ class Recovery:
 
     def _read_event(self, start: int, end: int) -> int | None:
         """Keep the event that begins at ``start``; return the offset of its end, None if it cannot be read."""
-        stop = self._value_end(start)
-        if stop is not None:
+        value_end = self._value_end(start)
+        if value_end is not None:
+            stop = value_end
             try:
                 self._keep(decode_event(memoryview(self._data)[start:stop]), stop)
                 return stop
             except UNREADABLE:
                 event = _decode_leniently(self._data[start:stop].decode("utf-8", "replace"))
         elif end - start <= REPAIRABLE_BYTES:
-            self._effort -= 8 * (end - start)
-            stop, event = end, _decode_leniently(_repair(self._data[start:end].decode("utf-8", "replace")))
+            # The end of the list follows the last event, not the start of another one.
+            last = islice(_LAST_EVENT_END.finditer(self._data, start, end), _MOST_ENDS)
+            for stop in (*(match.end() for match in last), end):
+                self._effort -= 8 * (stop - start)
+                event = _decode_leniently(_repair(self._data[start:stop].decode("utf-8", "replace")))
+                if event is not None:
+                    break
         else:
             return None
         if event is None:

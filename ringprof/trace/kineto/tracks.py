@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ringprof.trace.columns import NONE, Activities, Trace, distinct
+from ringprof.trace.columns import NONE, Activities, Device, Trace
+from ringprof.trace.kineto.collectives import whole_number
 from ringprof.trace.kineto.event_list import UNREADABLE, Event
 
 _DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?([0-9]{1,4})")
@@ -51,12 +52,28 @@ def _task(event: Event) -> str:
     return name if kind == _UNTYPED and named_by_type else kind
 
 
+HOST_TO_DEVICE = "HostToDevice"
+"""Category of CANN's arrows from launches to tasks. The upper half of an arrow's number is the task's connection."""
+_CONNECTION_BITS = 32
+
+
+def launch_of_arrow(arrow: Event) -> Event | None:
+    """Return the launch, without duration, from which an arrow of CANN starts; None if its number is unreadable."""
+    number = whole_number(arrow.id)
+    if number is None:
+        return None
+    args = msgspec.Raw(b'{"correlation": %d}' % (number >> _CONNECTION_BITS))
+    return Event(cat="cann_runtime", ts=arrow.ts, dur=msgspec.Raw(b"0"), tid=arrow.tid, args=args, ph="X")
+
+
 class Tracks:
     """Names of the processes and threads of one trace, which assign rows of unknown category to devices."""
 
     def __init__(self) -> None:
         self._processes: dict[object, str] = {}
         self._streams: dict[tuple[object, object], int] = {}
+        self.producer = "torch"
+        """Program that wrote the trace, as in `Trace.producer`."""
         self._npu: object = None
         """Process of CANN's tasks; only the first of several is read."""
 
@@ -80,16 +97,23 @@ class Tracks:
             elif track := _COMMUNICATOR.fullmatch(text):
                 self._streams[event.pid, event.tid] = NONE if track["plane"] else 0
 
+    @property
+    def devices(self) -> list[Device]:
+        """Device that the names of the tracks tell, where the trace describes none: an NPU."""
+        return [] if self._npu is None else [Device(0, "Ascend NPU")]
+
     def device_event(self, event: Event) -> Event | None:
         """Return the event of a device track with its category, device and stream set; None for any other event."""
         process = self._processes.get(event.pid, "")
         device = _DEVICE.fullmatch(process)
         if device is None:
             category = self._category_on_npu(event, process)
+            self.producer = "ascend" if category else self.producer
             return msgspec.structs.replace(event, cat=category, pid=0) if category else None
         stream = self._streams.get((event.pid, event.tid)) if device["xla"] else event.tid
         if stream is None:
             return None
+        self.producer = "xla" if device["xla"] else "rocprof"
         copied = _COPY_OR_SET.match(event.name or "")
         category = copied[0].lower() if copied else "kernel"
         return msgspec.structs.replace(event, cat=category, pid=int(device[2]), tid=stream)
@@ -120,10 +144,18 @@ class Tracks:
         return f"task {task[:40]!r}" if task else f"process {process[:40]!r}"
 
 
-def by_device(trace: Trace) -> list[Trace]:
-    """Split a trace of a process that drives several devices into one trace per device; each device is a rank."""
-    devices = distinct(trace.activities.device).tolist()
-    if len(devices) < 2:
+def by_device(trace: Trace, least_share: float = 0.0) -> list[Trace]:
+    """Split a trace of a process that drives several devices into one trace per device; each device is a rank.
+
+    The trace stays whole where a device is busy for less than ``least_share`` of the time of the busiest.
+    """
+    busy_ns = trace.activities.busy_ns()
+    devices = list(busy_ns)
+    if (
+        len(devices) < 2
+        or (least_share and NONE in devices)
+        or min(busy_ns.values()) < least_share * max(busy_ns.values())
+    ):
         return [trace]
     columns = msgspec.structs.asdict(trace.activities)
     traces = []

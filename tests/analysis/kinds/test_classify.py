@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.kinds.classify import EVIDENCE, classify
+from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import MEMCPY, MEMSET
 from tests.analysis.build import FLASH, MAIN, NCCL, Builder, collective, kind_names
 
@@ -161,6 +163,31 @@ def test_operator_decides_the_pass_for_truncated_kernel_names(name, operator, ki
 @pytest.mark.parametrize(("operator", "kind"), [("_C_custom_ar::all_reduce", "all_reduce"), ("aten::add", "permute")])
 def test_operator_takes_precedence_over_a_word_of_the_name(operator, kind):
     assert kinds_of(Builder().operate(operator, 0, 30).run("push_expert_rows", 100, 200, launched=10)) == [kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("on_device_a2av_kernel", "all_to_all"),
+        ("p2p_put_kernel", "send_recv"),
+        ("kernel_all2all_push_intra_node_nvl", "all_to_all"),
+        ("ipc_topo_rsag8_ring_push_param_kernel", "comm_other"),
+    ],
+)
+def test_kernels_of_other_libraries_communicate(name, kind):
+    """Check 100 us of attention before each of four transfers of 200 us: two thirds are exposed communication."""
+    builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
+    for b in builders:
+        for start in range(0, 1_200_000, 300_000):
+            b.run(FLASH, start, start + 100_000).run(name, start + 100_000, start + 300_000)
+    attribution = attribute([b.trace() for b in builders])
+    breakdowns = [rank.breakdown for rank in attribution.ranks]
+    assert [(times.exposed_comm_ns, times.compute_ns, times.wall_ns) for times in breakdowns] == [
+        (800_000, 400_000, 1_200_000)
+    ] * 2
+    assert kinds_of(builders[0])[1] == kind
+    verdict = findings_in_memory(attribution).verdict
+    assert verdict[0].startswith("66.7 % of the time is exposed communication")
 
 
 def test_the_most_frequent_attention_family_comes_first():

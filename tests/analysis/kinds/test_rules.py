@@ -346,6 +346,36 @@ def test_parameters_in_kernel_names_are_ignored(name, kind):
     assert (rule.kind if rule else None) == kind
 
 
+@pytest.mark.parametrize(
+    ("name", "on_npu", "elsewhere"),
+    [
+        ("Tile_3", "permute", None),
+        ("Exp", "elementwise", None),
+        ("split_scheduler", "permute", None),
+        # The name itself says CANN, as in a printed table.
+        ("aclnnTanh_Tanh_Tanh", "elementwise", "elementwise"),
+    ],
+)
+def test_cann_rules_are_for_npus_alone(name, on_npu, elsewhere):
+    rules = [rule_for(name, device=device) for device in ("Ascend NPU", "NVIDIA H200")]
+    assert [rule.kind if rule else None for rule in rules] == [on_npu, elsewhere]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sparse_mla_bwd_kernel", "flash_bwd"),
+        ("sparse_mla_fwd_kernel", "flash_fwd"),
+        ("my_flash_attention_dkv", "flash_bwd"),
+        # The word must stand alone.
+        ("sdpa_upgrade_kernel", "flash_fwd"),
+    ],
+)
+def test_backward_attention_is_never_read_as_forward(name, kind):
+    rule = rule_for(name)
+    assert rule is not None and rule.kind == kind
+
+
 def test_group_of_each_kind():
     assert {group: [kind.key for kind in KIND.values() if kind.group == group] for group in GROUPS} == GROUPS
     assert sum(map(len, GROUPS.values())) == len(KINDS)

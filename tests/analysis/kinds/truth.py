@@ -3,7 +3,8 @@
 Each row is a kernel's name as in public traces or projects (cut at 340 characters), its kind, the operators that
 launched it (``outer > inner``; ``source`` where its code was read instead) and where that can be looked up. The table
 has all kernels of the traces named there that hold more than 0.1 % of a trace's kernel time. A name that several
-operators launch has a row for each kind.
+operators launch has a row for each kind. `kernel_kinds_of_projects.csv` and `kernel_kinds_held_out.csv` have names
+from the sources of projects, without operators; where two kinds can be argued, both stand there (``cast|reduction``).
 
     python -m tests.analysis.kinds.truth TRACE...    # share of kernel time that agrees, for each Kineto trace
     python -m tests.analysis.kinds.truth --table TRACE...    # and the shares of kinds: the table of docs/metrics.md
@@ -44,8 +45,8 @@ class Row(NamedTuple):
         return self.evidence.split(" > ") if self.evidence not in ("", "source") else []
 
 
-def rows() -> list[Row]:
-    with open(DATA / "kernel_kinds.csv", newline="", encoding="utf-8") as file:
+def rows(table: str = "kernel_kinds") -> list[Row]:
+    with open(DATA / f"{table}.csv", newline="", encoding="utf-8") as file:
         return [Row(**row) for row in csv.DictReader(file)]
 
 

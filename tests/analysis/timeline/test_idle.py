@@ -207,14 +207,14 @@ def test_idle_time_of_a_recorded_run_equals_the_oracle(folder, window):
 @pytest.mark.parametrize("seed", range(200))
 def test_kept_host_events_overlap_host_time(seed):
     rng = Random(seed)
-    correlations = [rng.choice((-1, *range(6))) for _ in range(12)]
+    correlations = [rng.choice((-1, *range(7))) for _ in range(12)]
     activities = sorted(
         (start := rng.randrange(40), start + rng.randrange(6), rng.randrange(2), correlation)
         for correlation in correlations
     )
     launches = sorted(
         (start := rng.randrange(40), start + rng.randrange(8), rng.randrange(2), correlation)
-        for correlation in range(5)
+        for correlation in range(1, 6)
     )
     events = sorted((start := rng.randrange(45), start + rng.randint(1, 9), rng.randrange(3)) for _ in range(12))
     expected = [False] * len(events)

@@ -14,7 +14,7 @@ from ringprof.errors import InputError
 from ringprof.printed.benchmarks import read
 from ringprof.printed.benchmarks.audit import audit
 from ringprof.printed.benchmarks.read import has_rows, parse_log, read_log
-from ringprof.printed.benchmarks.rows import LogRow
+from ringprof.printed.benchmarks.rows import LogRow, LogSettings
 from tests.growth import assert_linear
 from tests.paths import LOGS
 
@@ -288,3 +288,98 @@ def test_short_table_without_a_rule_is_not_read_as_a_wrapped_header(count: int, 
 def test_a_log_of_a_thousand_tables_is_read_whole() -> None:
     log = parse_log((TABLE * 1000 + "step 7\n" * 100_000 + TABLE).encode(), "some.log")
     assert len(log.rows) == 1001 and not log.flags
+
+
+def values_of(text: str, *names: str) -> list[tuple[object, ...]]:
+    return [tuple(getattr(row, name) for name in names) for row in parse_log(text.encode(), "a.txt").rows]
+
+
+PRINTOUT = """
+### causal=True, headdim=128, batch_size=4, seqlen=4096 ###
+Flash2 fwd: 150.25 TFLOPs/s, bwd: 170.50 TFLOPs/s, fwd + bwd: 164.25 TFLOPs/s
+Pytorch fwd: 20.25 TFLOPs/s, bwd: nan TFLOPs/s, fwd + bwd: nan TFLOPs/s
+### headdim = 128, causal = False, seqlen = 8192, batch_size = 2, nheads = 16 ###
+Fav3 fwd: torch.Size([2, 8192, 16, 128])|(16777216, 2048, 128, 1)
+Fav3 fwd: 1.765ms, 622.9 TFLOPS
+Fav3 bwd: 5.000ms, 549.8 TFLOPS
+CuDNN fwd: 17.650ms, 622.9 TFLOPS
+"""
+
+
+def test_printouts_of_flash_attention() -> None:
+    """Read one row per method; its backward pass may stand on a line of its own."""
+    names = ("line", "label", "seq", "batch", "head_dim", "heads", "causal", "world_size", "forward_ms")
+    rates = ("tflops_forward", "tflops_backward", "tflops")
+    assert values_of(PRINTOUT, *names, *rates) == [
+        (3, "Flash2", 4096, 4, 128, None, True, 1, None, 150.25, 170.5, 164.25),
+        (4, "Pytorch", 4096, 4, 128, None, True, 1, None, 20.25, None, None),
+        (7, "Fav3", 8192, 2, 128, 16, False, 1, 1.765, 622.9, 549.8, None),
+        (9, "CuDNN", 8192, 2, 128, 16, False, 1, 17.65, 622.9, None, None),
+    ]
+    judged = audit([parse_log(PRINTOUT.encode(), "a.txt")])
+    # 4 x 2 x 8192^2 x 16 x 128 FLOP / 1.765 ms = 623.0 TFLOP/s; the last line says ten times as much as it computes.
+    assert [row.verdict for row in judged.rows] == ["unchecked", "unchecked", "agrees", "inconsistent"]
+
+
+def test_csv_without_units() -> None:
+    """Leave out times and memory whose unit is not printed; a size too large for a head is no head dimension."""
+    text = "bs,bw,dim,gpus,seqlen,method,mem,time,tflops,toks\n1,True,4096,8,65536,burst,12.1,1.53,150.2,42833\n"
+    names = ("line", "format", "system", "batch", "head_dim", "world_size", "seq", "memory_mb", "time_ms", "tflops")
+    assert values_of(text, *names) == [(2, "csv", "burst", 1, None, 8, 65536, None, None, 150.2)]
+    assert audit([parse_log(text.encode(), "a.csv")]).rows[0].verdict == "unchecked"
+    assert has_rows(text.encode())
+
+
+@pytest.mark.parametrize("bar", ["|", ","])
+@pytest.mark.parametrize("passes", [("", None, None), ("fwd_only", "True", "forward_ms")])
+def test_time_of_unknown_passes_has_no_verdict(bar: str, passes: tuple[str, str | None, str | None]) -> None:
+    """Check a forward time of 4 x 8192^2 x 32 x 128 / 2 / 8 FLOP: 68.7 TFLOP/s at 1 ms."""
+    title, cell, name = passes
+    titles = ["method", "seqlen", "batch", "heads", "head_dim", "gpus", "causal", title, "time (ms)", "TFLOP/s"]
+    cells = ["zigzag", "8192", "1", "32", "128", "8", "True", cell or "", "1.000", "68.72"]
+    text = "\n".join(bar.join(line) for line in (titles, cells)) + "\n"
+    (row,) = audit([parse_log(text.encode(), "a.txt")]).rows
+    assert (row.row.system, getattr(row.row, name or "time_ms")) == ("zigzag", 1.0)
+    assert row.verdict == ("agrees" if name else "unchecked")
+
+
+def test_iterations_per_second_by_method() -> None:
+    """Read a column per method; a cell with a computation or a share is no measurement."""
+    text = """
+| api | GPU | theoretic | ring_attn | **zigzag_ring** |
+| --- | --- | --- | --- | --- |
+| fwd only (iter/sec) | 8xH800 | 590.0 / 8 = 73.8 | 38.5 | 63.0 |
+|  |  |  | 52.1% | **85.4%** |
+| fwd + bwd (iter/sec) | 8xH800 | 154.0 / 8 = 19.2 | 10.4 | **17.4** |
+"""
+    names = ("line", "label", "system", "world_size", "device", "forward_only", "throughput_per_s", "seq")
+    assert values_of(text, *names) == [
+        (4, "ring_attn", "ring", 8, "H800", True, 38.5, None),
+        (4, "zigzag_ring", "zigzag", 8, "H800", True, 63.0, None),
+        (6, "ring_attn", "ring", 8, "H800", False, 10.4, None),
+        (6, "zigzag_ring", "zigzag", 8, "H800", False, 17.4, None),
+    ]
+    assert not audit([parse_log(text.encode(), "a.md")]).flags
+
+
+def test_methods_of_a_table_are_not_compared_with_one_another() -> None:
+    """Check that a method which is faster at twice the length than another one, or as fast, is no contradiction."""
+    text = "method,seqlen,gpus,fwd_ms\nzigzag_a,8192,8,9.00\nzigzag_b,16384,8,4.00\nzigzag_c,8192,8,9.00\n"
+    assert not audit([parse_log(text.encode(), "a.csv")]).flags
+
+
+def test_rates_above_the_peak_in_a_printout() -> None:
+    text = PRINTOUT.replace("622.9", "6229.0").replace("1.765", "0.1765").replace("17.650ms", "0.1765ms")
+    flags = audit([parse_log(text.encode(), "a.txt")], LogSettings(device="H100")).flags
+    assert [(flag.code, flag.severity, flag.line) for flag in flags if flag.code == "above_peak"] == [
+        ("above_peak", "error", 7),
+        ("above_peak", "error", 9),
+    ]
+
+
+def test_the_error_names_the_formats() -> None:
+    nccl_tests = b"#  size  count  type  redop  root  time  algbw  busbw #wrong\n 8 2 float sum -1 5.0 0.0 0.0 0\n"
+    with pytest.raises(InputError, match=r"nccl-tests, which time links, not attention: see ringprof calibrate"):
+        parse_log(nccl_tests, "a.txt")
+    with pytest.raises(InputError, match=r"column seqlen .* flash-attention's .* 'Benchmark Results for' blocks"):
+        parse_log(b"seq, a, b\n", "a.txt")

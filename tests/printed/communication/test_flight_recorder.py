@@ -178,7 +178,33 @@ def test_disagreeing_sizes_and_collectives_are_named(tmp_path: Path) -> None:
     assert "rank 1 sends 256 bytes and receives 260 bytes" in text
     pair = [dump([entry("all_reduce", 1, 0, **OPEN)]), dump([entry("broadcast", 1, 0, **OPEN)])]
     text = " ".join(write(tmp_path / "names", pair).verdict)
-    assert "rank 0 all-reduce of 256 bytes, rank 1 broadcast of 256 bytes" in text
+    assert "rank 0 all-reduce of 128 BFloat16, rank 1 broadcast of 128 BFloat16" in text
+
+
+EVEN = ["all_reduce", "allreduce_coalesced", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "barrier",
+        "_all_gather_base", "_reduce_scatter_base"]  # fmt: skip
+UNEVEN = ["all_to_all", "all_to_allv", "gather", "scatter", "allgather", "reduce_scatter", "all_gather_v"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shape": {"input_sizes": [[128]]}, "size": {"input_sizes": [[4, 64]]}, "type": {"input_dtypes": ["Half"]},
+    "wider type": {"input_dtypes": ["Float"]}, "tensors": {"input_sizes": [[2, 64]] * 2, "input_dtypes": ["Float"] * 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*EVEN, *UNEVEN])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("ended", [True, False])
+def test_inputs_that_must_be_equal_are_compared(tmp_path: Path, name: str, variant: str, ended: bool) -> None:
+    state: dict[str, Any] = {} if ended else {**OPEN, "state": "started"}
+    dumps = [[entry(name, 1, 0), entry(name, 2, 10, **state, **(VARIANTS[variant] if rank == 2 else {}))]
+             for rank in range(3)]  # fmt: skip
+    result = write(tmp_path / "dumps", [dump(entries, 3) for entries in dumps])
+    # A shape of as many elements is the same message.
+    differs = name in EVEN and variant != "shape"
+    text = " ".join(result.verdict)
+    assert text.startswith("The ranks disagree in 1 operation, first in number 2 of group cp: ranks 0, 1 ") == differs
+    assert ("128 BFloat16, rank 2 " in text) == differs == ("disagree" in text)
+    # That the network hangs is said only where nothing else explains it.
+    assert ("or the network" in text) == (not ended and not differs)
 
 
 def test_clocks_that_contradict_each_other_are_not_compared(tmp_path: Path) -> None:
