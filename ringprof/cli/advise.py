@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ringprof.cli.balance import print_balance, print_sizes
-from ringprof.cli.options import Advanced, Command, options_set
+from ringprof.cli.options import Advanced, Command, refuse_unused
 from ringprof.cli.predict import DOES_NOT_FIT, cluster_of, predicted_workload, prediction_options
 from ringprof.cli.progress import show_progress
 from ringprof.cli.values import ListOf, Tokens, Whole
@@ -82,17 +82,14 @@ def _refuse_unused(options: Options) -> None:
     """Raise `UsageError` without a length, and for an option that changes nothing in the comparison asked for."""
     if options["seq"] is None:
         raise UsageError("--seq: the sequence length is needed, in tokens")
-    chosen = options_set()
     if options["cp_sizes"]:
         used = _OF_SIZES if options["machine"] else {*_OF_MASK, "cp_sizes", "tokens_per_rank"}
         words = "not with --cp-sizes" + ("" if options["machine"] else " and no --machine")
+        refuse_unused(f": {words}", used=used)
     elif options["machine"]:
-        used, words = {*chosen} - {"tokens_per_rank"}, "goes with --cp-sizes"
+        refuse_unused(" goes with --cp-sizes", unused=("tokens_per_rank",))
     else:
-        used, words = _OF_MASK, "goes with --machine FILE_OR_NAME; without, advise compares the load balance of masks"
-    unused = next((shown for name, shown in chosen.items() if name not in used), None)
-    if unused:
-        raise UsageError(f"{unused}: {words}")
+        refuse_unused(" goes with --machine FILE_OR_NAME; without one, only load balance is compared", used=_OF_MASK)
     if options["cp_sizes"] and len(options["strategies"]) > 1:
         raise UsageError("--strategy: one of them, with --cp-sizes")
 

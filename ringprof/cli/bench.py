@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ringprof.cli.options import Advanced, Command, options_set
+from ringprof.cli.options import Advanced, Command, refuse_unused
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import masks, params_of, records, request_of, scores_and_heads
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, Number, StrategyName, Tokens, Whole
@@ -108,17 +108,12 @@ def _refuse_unused(
     strategies: Sequence[str] | None, seqs: Sequence[int], kernels: Sequence[str], form: str, *, until_decided: bool
 ) -> None:
     """Raise `UsageError` for what the chosen way to record lacks or does not use."""
-    chosen = options_set()
     if not until_decided:
         if strategies is None:
             raise UsageError("--strategies: name those to record, or let --until-decided choose")
-        unused = next((chosen[name] for name in _OF_TUNING if name in chosen), None)
-        if unused:
-            raise UsageError(f"{unused} goes with --until-decided")
+        refuse_unused(" goes with --until-decided", unused=_OF_TUNING)
         return
-    unused = next((chosen[name] for name in ("params", "page") if name in chosen), None)
-    if unused:
-        raise UsageError(f"{unused}: not with --until-decided")
+    refuse_unused(": not with --until-decided", unused=("params", "page"))
     if form not in ("terminal", "json"):
         raise UsageError(f"--format {form}: --until-decided has text or json")
     if len(seqs) > 1 or len(kernels) > 1:

@@ -10,7 +10,7 @@ from itertools import groupby
 import click
 
 from ringprof.cli.gate import gate, gated
-from ringprof.cli.options import Command, options_set
+from ringprof.cli.options import Command, refuse_unused
 from ringprof.cli.progress import show_progress
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import OutputFile, formats, print_or_write, text_style, to_file, write_text
@@ -93,9 +93,8 @@ def command(
 
 def _print_scores(forecast: str, measured: Sequence[str], form: str, output: str | None) -> None:
     """Print the scores of a saved prediction. Raises `UsageError` for options that they cannot use."""
-    unused = [shown for name, shown in options_set().items() if name not in ("paths", "form", "output")]
-    if unused:
-        raise UsageError(f"{', '.join(unused)}: not for a saved prediction, which is scored by the measured times")
+    words = ": not for a saved prediction, which is scored by the measured times"
+    refuse_unused(words, used=("paths", "form", "output"))
     if form not in ("terminal", "json"):
         raise UsageError(f"--format {form}: a saved prediction is scored as text or json")
     if not measured:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set
+from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set, refuse_unused
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import (
     masks,
@@ -167,14 +167,11 @@ _ALLOWED = {
 
 def _refuse_conflicts(options: Options) -> None:
     """Raise `UsageError` for an option that the run of --like or --replay or the table of --against does not use."""
-    chosen = options_set()
     for source, allowed in _ALLOWED.items():
-        for name, shown in chosen.items() if options[source] else ():
-            if name not in allowed:
-                raise UsageError(f"{shown} beside --{source}: leave one of them out")
-    unused = next((chosen[name] for name in REPLAY_ALONE if name in chosen), None)
-    if unused and not options["replay"]:
-        raise UsageError(f"{unused} goes with --replay RUN")
+        if options[source]:
+            refuse_unused(f" beside --{source}: leave one of them out", used=allowed)
+    if not options["replay"]:
+        refuse_unused(" goes with --replay RUN", unused=REPLAY_ALONE)
 
 
 def _query(options: Options) -> Query:

@@ -110,7 +110,7 @@ def test_a_saved_prediction_is_scored_and_takes_no_options_of_traces(
     assert cli.run(["compare", str(forecast), run, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["count"] == 1
     for options, message in (
-        (["--window", "x", "--same-work"], "--same-work, --window: not for a saved prediction"),
+        (["--window", "x", "--same-work"], "--same-work: not for a saved prediction"),
         (["--format", "csv"], "--format csv: a saved prediction is scored as text or json"),
     ):
         assert cli.run(["compare", str(forecast), run, *options]) == 2

@@ -156,9 +156,9 @@ def test_the_command_prints_every_size(capsys: pytest.CaptureFixture[str]) -> No
         (["--cp-sizes", "1,8", "--documents", "512x2"], "--cp-sizes needs --tokens-per-rank"),
         (
             ["--documents", "512x2", "--machine", "h200", "--tokens-per-rank", "1k"],
-            "--tokens-per-rank: goes with --cp-sizes",
+            "--tokens-per-rank goes with --cp-sizes",
         ),
-        (["--documents", "512x2", "--nic", "400"], "--nic: goes with --machine"),
+        (["--documents", "512x2", "--nic", "400"], "--nic goes with --machine"),
         (["--cp-sizes", "1,8", "--oversubscription", "2"], "--oversubscription: not with --cp-sizes"),
         (["--cp-sizes", "1,8", "--kv-heads", "8"], "--kv-heads: not with --cp-sizes and no --machine"),
         (["--cp-sizes", "8", "--documents", "512x2", "--tokens-per-rank", "1k", "--no-causal"], "with a causal mask"),
