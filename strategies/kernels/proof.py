@@ -124,7 +124,11 @@ def choose_proven(
         answers = exchange((None if chosen is None else chosen.name, problem))
         for rank, (name, text) in enumerate(answers):
             if name is None:
-                raise failure or Unsupported(f"rank {rank} of the group refused: {text}")
+                try:
+                    raise failure or Unsupported(f"rank {rank} of the group refused: {text}")
+                finally:
+                    # Else this frame and its callers live on: the error holds them, and they hold the error.
+                    del failure
         assert chosen is not None
         names = dict.fromkeys(name for name, _ in answers)
         if len(names) > 1:
@@ -212,7 +216,7 @@ def _error(kernel: type[Kernel], case: Case, device: torch.device) -> tuple[str 
     queries, keys, rectangles = _BLOCKS[case.block]
     parts = [AttnRectangle(*(x * unit if x > 0 else x for x in numbers)) for numbers in rectangles]
     batch, kv_heads = case.shape or (1, 2)
-    # Inputs of their own for each kernel and case: memory that is left unwritten may hold the results of the one before.
+    # Inputs of their own for each kernel and case: memory left unwritten may hold the results of the one before.
     generator = torch.Generator("cpu").manual_seed(crc32(f"{kernel.name}, {case}".encode()))
     sizes = (queries, case.group, case.head_dim), (keys, 1, case.head_dim), (keys, 1, case.v_head_dim)
     q, k, v, dout = (
