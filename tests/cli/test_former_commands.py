@@ -41,7 +41,7 @@ OTHER = {
     **{("report", name): f"--show {name}" for name in
        "waterfall steps idle kernels gemms collectives layers annotations hops".split()},
 }  # fmt: skip
-"""What stands for an option with another name, by the former command and the option."""
+"""Options that stand for one with another name, by the former command and the option."""
 
 
 def options_of(name: str) -> set[str]:
