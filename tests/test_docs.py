@@ -128,9 +128,13 @@ def code_lines(page: Path) -> list[str]:
 
 
 def _commands(page: Path) -> list[str]:
-    """List the commands of a page that read committed files, or list strategies and kernels."""
-    reads = ("report", "compare", "export", "plot", "logs", "strategies", "balance", "kernels", "runs")
-    commands = [line for line in code_lines(page) if line.startswith("ringprof ") and line.split()[1] in reads]
+    """List the commands of a page that read committed files, compare layouts, or list strategies and kernels."""
+    reads = ("report", "compare", "export", "plot", "strategies", "kernels")
+    commands = [
+        line for line in code_lines(page)
+        if line.startswith(tuple(f"ringprof {name}" for name in (*reads, "predict --replay")))
+        or (line.startswith("ringprof advise") and "--machine" not in line)
+    ]  # fmt: skip
     return [line for line in commands if all(_is_committed(word) for word in line.split() if "/" in word)]
 
 

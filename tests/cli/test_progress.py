@@ -107,10 +107,10 @@ def test_terminal_shows_a_bar() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["what-if", "traces/h200x4-zigzag-65536", "--hops", "copy"],
+    [["predict", "--replay", "traces/h200x4-zigzag-65536", "--hops", "copy"],
      ["predict", "--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2", "--machine", "h200"],
      ["advise", "--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2", "--machine", "h200"],
-     ["balance", "--seq", "1k", "--world", "2"], ["kernels"], ["report", "traces/h200x4-zigzag-65536"],
+     ["advise", "--seq", "1k", "--gpus-per-node", "2"], ["kernels"], ["report", "traces/h200x4-zigzag-65536"],
      ["calibrate", "--rates", "--device", "cpu", "--seq", "16", "--heads", "1", "--head-dim", "8"]],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip

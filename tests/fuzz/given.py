@@ -182,7 +182,7 @@ def read_names(text: str) -> None:
     """Check that no output about the trace contains commands for the program that shows it."""
     with in_file(text, "rank0.json") as path:
         folder = Path(path).parent
-        output_of(["report", path, "--steps", "--hops", "--kernels", "--annotations"])
+        output_of(["report", path, "--show", "steps,hops,kernels,annotations"])
         output_of(["report", path, "--format", "markdown"])
         output_of(["compare", path, path, "--mixed-runs"])
         cells = output_of(["report", path, "--csv", "kernels"]) + output_of(["compare", path, path, "--format", "csv"])
