@@ -2,11 +2,15 @@
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+_ALL_START_PROCESSES = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.processes\b", re.MULTILINE)
 
 # On a busy machine, examples may be slow.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs without --gpu: ranks are forked, which is impossible from a process that has initialised CUDA."""
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests all start processes, where those are deselected: some import large packages."""
+    if "not processes" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return True if _ALL_START_PROCESSES.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 @pytest.hookimpl(wrapper=True)

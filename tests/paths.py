@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "traces"
 COMMITTED = sorted(path.parent for name in ("cpu*", "h200*") for path in TRACES.glob(f"{name}/run.json"))
 """Committed runs, without the runs that were recorded locally in the same folder."""
+VARIED = ("h200x4-zigzag-65536", "h200x4-usp-65536-two-hosts", "cpu4-burst-4096", "h200x2-decode-1048576")
+"""Committed runs of different kinds, for what would take long on all of them."""
 DATA = ROOT / "tests" / "data"
 LOGS = DATA / "logs"
 """Benchmark logs from users."""

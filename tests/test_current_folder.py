@@ -18,6 +18,7 @@ import pytest
 from tests.paths import ROOT
 from tests.recording.command import HANGS_S, SMALL, environment
 from tests.scale.runs import write_ring
+from tests.tiers import tiered
 
 
 @cache
@@ -84,23 +85,27 @@ def test_named_strategy_is_imported_from_the_current_folder(scripts: Path, tmp_p
     assert "mine:Mine" in finished(scripts / "ringprof", [*RECORD, "--strategy", "mine:Mine"], tmp_path)
 
 
+SETTINGS = {
+    "untrusted": b"axes.facecolor: red\ntext.usetex: True\n",
+    "terminal": b"\x1b]0;owned\x07: 1\n", "bytes": b"\xff\n",
+}  # fmt: skip
+
+
+@tiered("name", SETTINGS, ["untrusted"], "processes")
 def test_plot_ignores_matplotlibrc_of_the_current_folder(
-    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPLBACKEND", "nonsense")
-    settings = {
-        "plain": None, "untrusted": b"axes.facecolor: red\ntext.usetex: True\n",
-        "terminal": b"\x1b]0;owned\x07: 1\n", "bytes": b"\xff\n",
-    }  # fmt: skip
-    for name, lines in settings.items():
-        folder = tmp_path / name
+    plots = set()
+    for folder in (tmp_path / "plain", tmp_path / name):
         folder.mkdir()
         shutil.copy(ROOT / "tests/data/h200x8-zigzag-131072/rank0.json.gz", folder)
-        if lines:
-            (folder / "matplotlibrc").write_bytes(lines)
+        if folder.name == name:
+            (folder / "matplotlibrc").write_bytes(SETTINGS[name])
         printed = finished(scripts / "ringprof", ["plot", "breakdown", "rank0.json.gz", "-o", "plot.png"], folder)
         assert printed == "Wrote plot.png\n"
-    assert len({(tmp_path / name / "plot.png").read_bytes() for name in settings}) == 1
+        plots.add((folder / "plot.png").read_bytes())
+    assert len(plots) == 1
 
 
 @pytest.mark.parametrize("start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]])

@@ -24,6 +24,7 @@ from ringprof import cli
 from ringprof.cli import commands
 from ringprof.strategies.kernels.registry import KERNELS
 from tests.paths import ROOT
+from tests.tiers import tiered
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 STRATEGIES = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
@@ -144,7 +145,12 @@ def _is_committed(word: str) -> bool:
     return word.startswith(("traces/", "tests/")) and not word.startswith(mine)
 
 
-@pytest.mark.parametrize("command", sorted({command for page in PAGES for command in _commands(page)}))
+COMMANDS = sorted({command for page in PAGES for command in _commands(page)})
+
+
+@tiered(
+    "command", COMMANDS, [line for line in COMMANDS if not {"--prove", "--cp-sizes"} & {*line.split()}], "processes"
+)
 def test_commands_of_the_docs_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +162,7 @@ def test_commands_of_the_docs_work(
 
 
 def test_many_commands_of_the_docs_are_run() -> None:
-    assert len([command for page in PAGES for command in _commands(page)]) > 30
+    assert len(COMMANDS) > 30
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

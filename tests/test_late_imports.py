@@ -85,15 +85,18 @@ def directly(module: str) -> list[str]:
     return [name for node in at_the_top(ast.parse(path.read_text()).body) for name in named(node, module)]
 
 
-def late() -> Iterator[tuple[str, int, str]]:
-    """Yield the module, the line and the imported name of every import in a function."""
+@cache
+def late() -> list[tuple[str, int, str]]:
+    """List the module, the line and the imported name of every import in a function."""
+    imports = []
     for path in sorted((ROOT / "ringprof").rglob("*.py")) + sorted((ROOT / "ringprof" / "strategies").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 for node in ast.walk(function):
                     if isinstance(node, (ast.Import, ast.ImportFrom)):
-                        yield from ((module, node.lineno, name) for name in named(node, module))
+                        imports += [(module, node.lineno, name) for name in named(node, module)]
+    return imports
 
 
 def test_late_imports_are_slow_or_optional_modules() -> None:

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ringprof.integrations.batches import shard_batch, unshard_batch
+from ringprof.integrations.batches import IGNORED, documents_of, shard_batch, unshard_batch
 from ringprof.strategies import Unsupported
 from ringprof.strategies.base import Strategy, positions_in_documents
 from ringprof.strategies.kernels.uncompiled import uncompiled
@@ -58,7 +58,8 @@ def use_with_trainer(trainer: Any, strategy: Strategy, *, pad_token_id: int = 0)
     """Make a transformers or TRL Trainer train and evaluate with a strategy; call this before ``trainer.train()``.
 
     The trainer needs ``parallelism_config=ParallelismConfig(cp_size=N)``, by which it gives all ranks of a
-    context-parallel group the same batch and counts each label once. Its own context parallelism is replaced.
+    context-parallel group the same batch and counts each label once, those of packed documents' first tokens left out.
+    Its own context parallelism is replaced.
     Evaluation, ``compute_metrics`` and ``predict`` see each example once, with the logits of the whole sequence.
 
     Raises `Unsupported` where ``cp_size`` is not the size of the strategy's group, where an attention layer of the
@@ -102,7 +103,25 @@ def use_with_trainer(trainer: Any, strategy: Strategy, *, pad_token_id: int = 0)
     trainer.model._ringprof_hooks = (
         trainer.model.register_forward_pre_hook(shard, with_kwargs=True), trainer.model.register_forward_hook(unshard)
     )  # fmt: skip
-    predict = trainer.prediction_step
+    predict, compute_loss, count_labels = (
+        trainer.prediction_step, trainer.compute_loss, trainer._get_num_items_in_batch
+    )  # fmt: skip
+
+    def count(batches: list[Any], device: Any) -> Any:
+        """Count labels without those of documents' first tokens, which `shard_batch` ignores."""
+        for batch in batches:
+            labels = batch.get("labels")
+            if labels is not None and labels.ndim == 2:
+                documents = documents_of(batch, batch.get("position_ids"), labels.shape[1])
+                first = torch.tensor((documents or [0])[:-1], dtype=torch.long, device=labels.device)
+                batch["labels"] = labels.index_fill(1, first, IGNORED)
+        return count_labels(batches, device)
+
+    def loss_of(model: nn.Module, inputs: Any, **options: Any) -> Any:
+        # TRL evaluates without a count: each rank would return the mean over its own labels.
+        if options.get("num_items_in_batch") is None:
+            options["num_items_in_batch"] = count([inputs], trainer.args.device)
+        return compute_loss(model, inputs, **options)
 
     def prediction_step(model: nn.Module, inputs: Any, loss_only: Any, ignore_keys: Any = None) -> Any:
         nonlocal wants_logits
@@ -136,7 +155,7 @@ def use_with_trainer(trainer: Any, strategy: Strategy, *, pad_token_id: int = 0)
         finally:
             accelerator.gather = everyone
 
-    trainer.prediction_step = prediction_step
+    trainer.prediction_step, trainer.compute_loss, trainer._get_num_items_in_batch = prediction_step, loss_of, count
 
 
 def _check_model(model: nn.Module, strategy: Strategy) -> None:
@@ -169,6 +188,8 @@ def _why_unsupported(model: Any) -> str | None:
         return f"{model.__name__} computes its loss itself, without shift_labels: labels of a shard would be wrong"
     if not model._can_set_attn_implementation():
         return f"{model.__name__} does not use transformers' attention interface: it would ignore the strategy"
+    if any(hasattr(kind, "create_position_ids_from_input_ids") for kind in vars(inspect.getmodule(model)).values()):
+        return f"{model.__name__} counts positions from its padding token on, and would be given those from 0 on"
     return None
 
 
@@ -272,7 +293,17 @@ _WRONG_POSITIONS = (
 
 
 def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """Make no mask: the strategy applies it. Raises `Unsupported` for padding and for masks of the model's own."""
+    """Make no mask: the strategy applies it.
+
+    Raises `Unsupported` for padding, for masks of the model's own, and for models that cannot be sharded.
+    """
+    config: Any = kwargs.get("config")
+    if hasattr(config, "index_topk"):
+        raise Unsupported("a model whose indexer selects keys among those of one rank (index_topk) is not supported")
+    kind: Any = type(config)
+    # Models that would ignore the strategy have no other call of it.
+    if reason := _why_configuration_unsupported(kind):
+        raise Unsupported(reason)
     if kwargs.get("use_vmap"):
         raise Unsupported("this model combines the causal mask with a mask of its own, which is not supported")
     if attention_mask is not None and not bool(attention_mask.all()):

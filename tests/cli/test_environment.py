@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT, TRACES
+from tests.tiers import tiered
 
 RUN = str(TRACES / "h200x4-zigzag-65536")
 VARIABLES: dict[str, dict[str, str | None]] = {
@@ -46,10 +47,9 @@ def figures(printed: bytes) -> list[bytes]:
     return numbers
 
 
-@pytest.mark.parametrize("changes", VARIABLES.values(), ids=[*VARIABLES])
-def test_report_and_plot_in_unusual_environments(
-    changes: dict[str, str | None], elsewhere: bytes, tmp_path: Path
-) -> None:
+@tiered("name", VARIABLES, ("no home to write to", "ASCII"), "processes")
+def test_report_and_plot_in_unusual_environments(name: str, elsewhere: bytes, tmp_path: Path) -> None:
+    changes = VARIABLES[name]
     code, printed, errors = ringprof(["report", RUN], tmp_path, changes)
     assert (code, errors) == (0, "")
     # Lines may break elsewhere, bars may be shorter, and characters outside ASCII are replaced.

@@ -126,13 +126,13 @@ def test_hints_quote_the_path_of_the_user(
     [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "0"}, False),
      ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({"FORCE_COLOR": "1", "TERM": "dumb"}, True)],
 )  # fmt: skip
-def test_colour_can_be_forced_and_disabled(variables: dict[str, str], colour: bool) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
-    done = subprocess.run(
-        [sys.executable, "-m", "ringprof", "report", RUN], capture_output=True, text=True, env={**kept, **variables},
-        check=True, cwd=ROOT,
-    )  # fmt: skip
-    assert ("\x1b[1m" in done.stdout) is colour
+def test_colour_can_be_forced_and_disabled(
+    variables: dict[str, str], colour: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, out, _ = run(capsys, "report", RUN)
+    assert code == 0 and ("\x1b[1m" in out) is colour
 
 
 def test_pipe_gets_all_columns_and_terminal_what_fits() -> None:

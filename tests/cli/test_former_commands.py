@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -50,17 +51,24 @@ def options_of(name: str) -> set[str]:
     return {text for param in command.params for text in (*param.opts, *param.secondary_opts)}
 
 
+def choices_of_show() -> list[str]:
+    command = group.get_command(click.Context(group), "report")
+    assert command is not None
+    show: Any = next(param.type for param in command.params if param.name == "show")
+    return list(show.kind.choices)
+
+
 @pytest.mark.parametrize(("former", "now"), SAME)
 def test_every_option_of_a_former_command_is_one_of_the_new(former: str, now: str) -> None:
     assert {f"--{name}" for name in SAME[former, now].split()} <= options_of(now)
 
 
 def test_options_with_another_name() -> None:
-    show = next(param for param in group.get_command(click.Context(group), "report").params if param.name == "show")
+    shown = choices_of_show()
     for now in OTHER.values():
         command, option, *value = now.split() if now.split()[0] in COMMANDS else ("report", *now.split())
         assert option in options_of(command)
-        assert not value or value[0] in (LOG_SETTINGS if option == "--setting" else show.type.kind.choices), now
+        assert not value or value[0] in (LOG_SETTINGS if option == "--setting" else shown), now
 
 
 LOG = str(next(LOGS.glob("001_*")))

@@ -12,6 +12,7 @@ import threading
 
 import pytest
 
+from ringprof import cli
 from ringprof.cli.progress import LineProgress, show_progress
 from tests.paths import ROOT
 from tests.recording.command import HANGS_S
@@ -111,13 +112,17 @@ def test_terminal_shows_a_bar() -> None:
      ["predict", "--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2", "--machine", "h200"],
      ["advise", "--strategy", "zigzag", "--seq", "64k", "--gpus-per-node", "2", "--machine", "h200"],
      ["advise", "--seq", "1k", "--gpus-per-node", "2"], ["kernels"], ["report", "traces/h200x4-zigzag-65536"],
-     ["calibrate", "--rates", "--device", "cpu", "--seq", "16", "--heads", "1", "--head-dim", "8"]],
+     pytest.param(
+         ["calibrate", "--rates", "--device", "cpu", "--seq", "16", "--heads", "1", "--head-dim", "8"],
+         marks=pytest.mark.processes,
+     )],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
-def test_every_slow_command_says_in_a_log_how_far_it_is(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ringprof", *arguments], capture_output=True, text=True, check=True, cwd=ROOT,
-        env={**os.environ, "RINGPROF_PROGRESS_S": "0.001"},
-    )  # fmt: skip
-    lines = done.stderr.splitlines()
+def test_every_slow_command_says_in_a_log_how_far_it_is(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("RINGPROF_PROGRESS_S", "0.0005")
+    assert cli.run(arguments) == 0
+    lines = capsys.readouterr().err.splitlines()
     assert lines and all(re.fullmatch(r"[a-z ]+: (\d+ of \d+, )?\d+ s so far", line) for line in lines)

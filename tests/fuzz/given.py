@@ -23,10 +23,11 @@ from ringprof.analysis.kinds.user_rules import parse_rules
 from ringprof.dryrun.schedule import Schedule
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import parse_calibration
+from ringprof.prediction.measured import read_rows, unknown_columns
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.query import Query
-from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
+from ringprof.prediction.score import check_rows, check_text
 from ringprof.prediction.text import prediction_text
 from ringprof.report.text import TextStyle
 from ringprof.workload.documents import document_lengths

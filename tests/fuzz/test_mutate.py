@@ -21,7 +21,7 @@ COUNTS = {
 
 
 NEEDED = {"machine": "torch", "measurements": "torch", "names": "bokeh"}
-FEW = {reader: min(40, count // 200) for reader, count in COUNTS.items()}
+FEW = {reader: min(12, count // 200) for reader, count in COUNTS.items()}
 
 
 def can_read(reader: str) -> bool:
@@ -62,4 +62,4 @@ def test_some_damaged_files_are_read_or_refused(reader: str, few_files: list[dic
 @pytest.mark.parametrize("reader", sorted(COUNTS))
 def test_many_damaged_files_are_read_or_refused(reader: str) -> None:
     counts = {reader: COUNTS[reader]} if can_read(reader) else {}
-    check(reader, COUNTS[reader], read(100, counts))
+    check(reader, COUNTS[reader], read(0, counts))

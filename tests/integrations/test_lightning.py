@@ -19,7 +19,7 @@ from ringprof.training.monitor import Monitor
 from tests.strategies.ranks import run_ranks
 
 # Lightning itself uses what torch and Python call deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 
 
 class Linear(_lightning().LightningModule):  # type: ignore[misc]
@@ -93,7 +93,6 @@ def _compared(rank: int) -> list[str]:
     return messages
 
 
-@pytest.mark.processes
 def test_different_batches_in_one_group_are_refused() -> None:
     for same, different in run_ranks(2, _compared):
         assert same == "" and "use_distributed_sampler=False" in different
@@ -111,7 +110,6 @@ def _proved(rank: int, log: Path) -> None:
     callback.on_train_end(None, module)
 
 
-@pytest.mark.processes
 def test_proofs_of_the_module_s_strategy_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Steps of a millisecond would wait for thousands of others before their first proof.
     monkeypatch.setattr("ringprof.training.prover.interval_for", lambda cost, step, every: every)

@@ -90,6 +90,20 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda strategy: two_steps(model_of("GPTBigCode", "ringprof", n_embd=32, n_layer=2, n_head=4), strategy),
         "GPTBigCodeAttention gets no position_ids, or passes none",
     ),
+    "a model that ignores it, in its first step": (
+        lambda strategy: model_of("XGLM", "ringprof", d_model=32, num_layers=2, ffn_dim=64)(
+            **shard_batch(whole_batch(2), strategy)
+        ),
+        "XGLMForCausalLM does not use transformers' attention interface",
+    ),
+    "positions that count from the padding token on": (
+        lambda strategy: two_steps(model_of("Roberta", "ringprof", is_decoder=True), strategy),
+        "RobertaForCausalLM counts positions from its padding token on",
+    ),
+    "an indexer": (
+        lambda strategy: two_steps(model_of("Llama", "ringprof", index_topk=8), strategy),
+        "indexer selects keys among those of one rank",
+    ),
     "register with a model that ignores it": (
         lambda strategy: register(strategy, model=model_of("XGLM", "eager", d_model=32, num_layers=2, ffn_dim=64)),
         "XGLMForCausalLM does not use transformers' attention interface",

@@ -29,6 +29,8 @@ from tests.strategies.ranks import run_ranks
 
 STEPS = 10
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+pytestmark = pytest.mark.processes
+
 BLOCKS = {
     f"{path.name} {number}": block
     for path in PAGES
@@ -107,7 +109,6 @@ def _trained(rank: int, block: str, folder: Path) -> tuple[list[float], list[Any
     return losses, [parameter.detach().numpy() for parameter in llama.parameters()]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_step_of_the_docs_trains_as_one_process(name: str, tmp_path: Path) -> None:
     model, losses = build("llama", "eager"), []
@@ -136,7 +137,6 @@ def _checked(rank: int) -> Any:
     return ringprof.check_model(*space["training_step"]())
 
 
-@pytest.mark.processes
 def test_the_step_that_checking_prints_is_equal() -> None:
     for check in run_ranks(2, _checked):
         assert check.equal and check.loss_is == "sum"

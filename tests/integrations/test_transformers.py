@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from ringprof.integrations.batches import shard_batch
 from ringprof.integrations.transformers import register, use_with_trainer
@@ -209,17 +210,21 @@ def test_what_would_be_wrong_is_refused_by_name() -> None:
             assert name in message
 
 
-def parallelism_on_cpu(rank: int) -> tuple[Any, Any]:
-    """Let accelerate take this rank for one of two; return a registered strategy and the ParallelismConfig."""
+def parallelism_on_cpu(rank: int, ranks: int = 2) -> tuple[Any, Any]:
+    """Let accelerate take this rank for one of ``ranks``, two of which share a sequence.
+
+    Returns a registered strategy and the ParallelismConfig.
+    """
     from accelerate.parallelism_config import ParallelismConfig
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # read, but the process group is there already
     # accelerate refuses a ParallelismConfig on CPU ranks; all else that a trainer does with one works there.
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
-    strategy = create("zigzag")
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+    strategy = create("zigzag", group=mesh["cp"].get_group())
     register(strategy)
-    return strategy, ParallelismConfig(cp_size=2)
+    return strategy, ParallelismConfig(cp_size=2, dp_shard_size=ranks // 2)
 
 
 def _trained(rank: int, folder: str) -> Any:

@@ -31,7 +31,8 @@ from tests.analysis.build import Builder
 from tests.analysis.rings import ring_pass
 from tests.loaded import analysis
 from tests.page.shown import shows
-from tests.paths import COMMITTED, ROOT
+from tests.paths import COMMITTED, ROOT, TRACES, VARIED
+from tests.tiers import tiered
 
 RUN = ROOT / "traces" / "h200x4-zigzag-262144-copied"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e{{7*7}}@name"
@@ -119,24 +120,8 @@ def text() -> str:
     return analysis(RUN).to_html()
 
 
-DRAWN = ("h200x4-zigzag-65536", "h200x4-usp-65536-two-hosts", "cpu4-burst-4096", "h200x2-decode-1048576")
-"""Committed runs whose drawings are rendered beside their tables: Bokeh takes most of a page's time."""
-
-
-@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
-def test_committed_pages_have_the_figures_of_the_json_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if folder.name not in DRAWN:
-        monkeypatch.setattr("bokeh.embed.components", lambda figures, **_: ("", [""] * len(figures)))
-    check_figures(folder)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("folder", [path for path in COMMITTED if path.name not in DRAWN], ids=lambda path: path.name)
-def test_every_committed_page_is_drawn(folder: Path) -> None:
-    check_figures(folder)
-
-
-def check_figures(folder: Path) -> None:
+@tiered("folder", COMMITTED, [TRACES / name for name in VARIED], ids=lambda path: path.name)
+def test_committed_pages_have_the_figures_of_the_json_report(folder: Path) -> None:
     """Assert that the tables and tiles of a run's page show the figures of its JSON report."""
     text, report = analysis(folder).to_html(), analysis(folder).report()
     # Modest in size: the library and the figures, or neither on CPU, where no timeline is drawn.

@@ -36,8 +36,11 @@ from ringprof.prediction.shapes import HEAD_DIM, kernel_cases
 from ringprof.prediction.text import calibration_text
 from ringprof.report.text import TextStyle
 from tests.prediction.simulated_gpu import Truth, calibrate
+from tests.tiers import tiered
 
-SEEDS = range(20)
+ALL_SEEDS = range(20)
+SEEDS = tiered("seeds", [range(8, 12), ALL_SEEDS], [range(8, 12)], ids=len)
+"""Marks a test of how often estimates lie within their spread."""
 HEADS = ((40, 40), (32, 8), (48, 8), (16, 2))
 LENGTHS = (
     (700, 700, True), (1500, 1500, False), (3000, 3000, True), (5000, 10000, False), (20000, 20000, True),
@@ -82,11 +85,11 @@ def share_within(errors: list[float], limit: float) -> float:
     return fmean(abs(error) < limit for error in errors)
 
 
-def curve_errors(patch: pytest.MonkeyPatch, seconds: float) -> tuple[dict[int, list[float]], list[float]]:
+def curve_errors(patch: pytest.MonkeyPatch, seeds: range, seconds: float) -> tuple[dict[int, list[float]], list[float]]:
     """Return the errors of estimates in units of stated spreads, by number of queries, and the stated spreads."""
     errors: dict[int, list[float]] = defaultdict(list)
     spreads = []
-    for seed in SEEDS:
+    for seed in seeds:
         truth = machine(seed)
         curves = Curves(calibrate(patch, truth, ["kernels"], seed=seed, seconds=seconds), "cudnn")
         phases: tuple[Phase, ...] = ("forward", "backward")
@@ -101,11 +104,12 @@ def curve_errors(patch: pytest.MonkeyPatch, seconds: float) -> tuple[dict[int, l
     return errors, spreads
 
 
-def test_curves_of_kernels_lie_within_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+@SEEDS
+def test_curves_of_kernels_lie_within_their_spread(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, GQA, lengths between the samples and shorter ones; nominal shares are 0.68 and 0.95."""
-    errors, spreads = curve_errors(monkeypatch, seconds=100)
+    errors, spreads = curve_errors(monkeypatch, seeds, seconds=100)
     all_errors = [error for length_errors in errors.values() for error in length_errors]
-    assert len(all_errors) == 20 * 2 * 4 * 7
+    assert len(all_errors) == len(seeds) * 2 * 4 * 7
     assert 0.60 < share_within(all_errors, 1) < 0.97
     assert share_within(all_errors, 2) > 0.95 and share_within(all_errors, 3) > 0.985
     shares = {q: share_within(length_errors, 2) for q, length_errors in errors.items()}
@@ -113,9 +117,10 @@ def test_curves_of_kernels_lie_within_their_spread(monkeypatch: pytest.MonkeyPat
     assert median(spreads) < 0.01 and max(spreads) < 0.15
 
 
-def test_curves_of_few_samples_have_wider_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
+@SEEDS
+def test_curves_of_few_samples_have_wider_spreads(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a third of the shapes is measured, and the spreads cover the remaining uncertainty of short blocks."""
-    errors, spreads = curve_errors(monkeypatch, seconds=50)
+    errors, spreads = curve_errors(monkeypatch, seeds, seconds=50)
     all_errors = [error for length_errors in errors.values() for error in length_errors]
     assert share_within(all_errors, 2) > 0.95 and max(map(abs, all_errors)) < 4
     assert median(spreads) < 0.015 and max(spreads) < 0.4
@@ -128,11 +133,14 @@ MAX_SPREADS = {
 """Largest allowed spread of each constant."""
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_links_and_throttling_lie_within_their_spread(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@SEEDS
+@tiered("ranks", [2, 4], [4])
+def test_memory_links_and_throttling_lie_within_their_spread(
+    seeds: range, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mean errors stay below half the spread, or 0.8 of it for the latency; nine of ten lie within two spreads."""
     errors: dict[str, list[float]] = defaultdict(list)
-    for seed in SEEDS:
+    for seed in seeds:
         truth = machine(seed)
         calibration = calibrate(monkeypatch, truth, ["memory", "links", "heat"], seed=seed, ranks=ranks, seconds=60)
         assert calibration.unmeasured == [] and calibration.same_host.copy_gb_s is not None
@@ -158,12 +166,12 @@ def test_memory_links_and_throttling_lie_within_their_spread(ranks: int, monkeyp
         assert share_within(constant_errors, 2) >= 0.9, (name, constant_errors)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@tiered("ranks", [1, 2, 4], [2])
 def test_host_times_lie_within_their_spread(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of kinds and of whole passes, in which the kinds' errors cancel; hosts differ by 9.5 %."""
     kind_errors: list[float] = []
     pass_errors: list[float] = []
-    for seed in SEEDS:
+    for seed in ALL_SEEDS:
         truth = machine(seed)
         calibration = calibrate(monkeypatch, truth, ["host"], seed=seed, ranks=ranks, seconds=5)
         host, us = calibration.host, times_us(calibration, calibration.kernel("cudnn"))

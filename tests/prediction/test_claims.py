@@ -61,6 +61,7 @@ def test_error_on_shapes_of_the_last_session() -> None:
     assert len(merged) == 1 and -0.05 < merged[0].error < 0
 
 
+@pytest.mark.long
 def test_error_on_host_bound_short_sequences() -> None:
     """The docs say that 5 % is out of reach: one program, recorded twice, differs by more. The interval shows it."""
     same, other_hosts = list(prediction.host()), list(prediction.host_elsewhere())
@@ -68,11 +69,13 @@ def test_error_on_host_bound_short_sequences() -> None:
     assert len(other_hosts) == 43 and 0.7 <= inside(other_hosts) <= 0.95
 
 
+@pytest.mark.long
 def test_error_on_device_bound_short_sequences() -> None:
     scores = list(prediction.short())
     assert len(scores) == 32 and within(scores, 0.05, 0.11)
 
 
+@pytest.mark.long
 def test_difference_between_two_processes_on_one_host() -> None:
     """23 host-bound programs differ by 16.2 % on average, 16 device-bound ones by 0.9 %."""
     by_device = {score.name for score in prediction.short()}
@@ -194,18 +197,21 @@ def test_error_on_other_heads_and_sinks() -> None:
     assert len(scores) == 13 and within(scores, 0.015, 0.035) and inside(scores) == 1.0
 
 
+@pytest.mark.long
 def test_error_with_one_run_left_out() -> None:
     scores = list(prediction.runs())
     assert len(scores) == 13 and within(scores, 0.015, 0.055)
     assert 0.7 <= inside(scores) <= 0.9
 
 
+@pytest.mark.long
 def test_error_with_one_strategy_left_out() -> None:
     scores = list(prediction.strategies())
     assert len(scores) == 13 and within(scores, 0.015, 0.055)
     assert 0.7 <= inside(scores) <= 0.9
 
 
+@pytest.mark.long
 def test_error_on_another_length() -> None:
     scores = list(prediction.lengths())
     assert len(scores) == 13 and within(scores, 0.03, 0.08) and 0.7 <= inside(scores) <= 0.9
@@ -215,11 +221,13 @@ def test_error_on_8_gpus_predicted_from_4() -> None:
     assert within(list(prediction.eight()), 0.06, 0.06)
 
 
+@pytest.mark.long
 def test_error_of_replays_from_recorded_blocks() -> None:
     scores = list(prediction.replays())
     assert len(scores) == 17 and within(scores, 0.02, 0.02)
 
 
+@pytest.mark.long
 def test_error_on_published_h100_cells() -> None:
     """Causal backward passes on 16 GPUs, in which the best one leads by 2 %; the benchmark has all 60 cells."""
     scores = list(prediction.h100("V0241", "V0242", "V0243", "V0244", "V0245"))
@@ -228,6 +236,7 @@ def test_error_on_published_h100_cells() -> None:
     assert prediction.ranking(scores) == (1, 1)
 
 
+@pytest.mark.long
 def test_transformer_engines_ring_is_as_fast_on_32_as_on_16_b200() -> None:
     """Hops over nodes in communicators of two ranks: forward within 4 %; in one communicator they are 38 % too slow."""
     scores = list(prediction.b200("V1047", "V1052"))

@@ -42,6 +42,7 @@ def test_predictions_with_the_result_change_the_order() -> None:
     assert second.median_ns < first.median_ns
 
 
+@pytest.mark.long
 def test_gathered_keys_beat_rings_for_llama_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import ScheduleCache, schedule_of
 from ringprof.scale.workers import ignore_progress
 from ringprof.workload.workload import Workload
+from tests.tiers import tiered
 
 
 @pytest.mark.parametrize("placement", ["head-first", "ring-first"])
@@ -33,16 +34,19 @@ def test_usp_ring_runs_at_the_rate_of_its_slowest_link(placement: str) -> None:
     assert hops_ms < predict(query, read_calibration("h100"), schedule_of).median_ns / 1e6 < hops_ms + 9
 
 
-def test_few_ranks_rank_the_slow_choices_and_all_ranks_the_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@tiered("backward", [True, False], [False])
+def test_few_ranks_rank_the_slow_choices_and_all_ranks_the_fast_ones(
+    backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few ranks wait for fewer peers: they are never slower than all, and here at most 12 % faster."""
     monkeypatch.setattr("ringprof.prediction.advise._sweep", lambda *_: iter(()))
-    workload = Workload(seq=1 << 20, heads=16, kv_heads=8, head_dim=128)
+    workload = Workload(seq=1 << 20, heads=16, kv_heads=8, head_dim=128, backward=backward)
+    names = ("double-ring", "megatron")
     cluster, machine, cache = (
         Cluster(hosts=16, gpus_per_host=8, nic_gbit=100.0),
         read_calibration("h100"),
         ScheduleCache(),
     )
-    names = ("double-ring", "megatron")
     choices = advise(workload, cluster, machine, cache.of, strategies=names).choices
     fastest_ns = choices[0].prediction.median_ns
     few_ranks = 0
@@ -91,8 +95,11 @@ def test_copied_hops_are_left_out_only_where_they_are_slow() -> None:
         assert slow.median_ns > 1.7 * choices[0].prediction.median_ns
 
 
-@pytest.mark.parametrize("strategy", ["double-ring", "burst", "megatron"])
-@pytest.mark.parametrize(("hosts", "gpus_per_host"), [(16, 8), (2, 64), (8, 32)])
+@tiered(
+    "strategy, hosts, gpus_per_host",
+    [(name, *nodes) for name in ("double-ring", "burst", "megatron") for nodes in ((16, 8), (2, 64), (8, 32))],
+    fast=[("double-ring", 2, 64), ("megatron", 16, 8)],
+)
 def test_memory_of_many_ranks_is_that_of_their_own_dry_run(strategy: str, hosts: int, gpus_per_host: int) -> None:
     """Smaller clusters stand for the large one; the truth is the code of ranks of the whole cluster."""
     cluster = Cluster(hosts=hosts, gpus_per_host=gpus_per_host, nic_gbit=400.0)

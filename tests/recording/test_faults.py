@@ -103,6 +103,7 @@ def to_parent_twice(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGINT)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("interrupt", [to_group, pytest.param(to_parent_twice, marks=pytest.mark.long)])
 def test_ctrl_c_ends_every_rank(strategy_folder: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
     code, stderr = run_and_disturb(SLOW, strategy_folder, interrupt)

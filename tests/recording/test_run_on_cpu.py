@@ -173,6 +173,7 @@ def test_second_run_keeps_the_first_and_becomes_the_newest(recorded: tuple[Path,
     assert sorted(path.name for path in (folder / "traces").iterdir()) == sorted([first.name, newest.name, "run.json"])
 
 
+@pytest.mark.processes
 def test_record_under_torchrun_prints_on_rank_0_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["-m", "ringprof", "record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
     done = run(arguments, tmp_path, TORCHRUN)

@@ -50,6 +50,7 @@ def start(folder: Path, arguments: list[str], port: int) -> list[subprocess.Pope
     return started
 
 
+@pytest.mark.processes
 def test_two_nodes_of_two_tasks_make_one_run(tmp_path: Path, port: int) -> None:
     started = start(tmp_path, RECORD, port)
     codes = [process.wait(HANGS_S) for process in started]

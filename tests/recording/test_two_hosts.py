@@ -122,22 +122,13 @@ def only_a_log(line: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_processes_of_one_host_are_killed(hosts: TwoHosts, strategy_folder: Path) -> None:
+@pytest.mark.parametrize(("killed", "says"), [(1, "#1 with ranks 2, 3 has gone"), (0, "rank 0 on host")])
+def test_processes_of_one_host_are_killed(killed: int, says: str, hosts: TwoHosts, strategy_folder: Path) -> None:
     under_way(hosts, strategy_folder)
-    hosts.kill(hosts.namespaces[1])
+    hosts.kill(hosts.namespaces[killed])
     wait_until(lambda: not hosts.ranks())
-    (line,) = lines(strategy_folder, 0)
-    assert "#1 with ranks 2, 3 has gone" in line and "in iterations" in line
-    only_a_log(line, strategy_folder)
-
-
-@pytest.mark.long
-def test_processes_on_the_host_of_rank_0_are_killed(hosts: TwoHosts, strategy_folder: Path) -> None:
-    under_way(hosts, strategy_folder)
-    hosts.kill(hosts.namespaces[0])
-    wait_until(lambda: not hosts.ranks())
-    (line,) = lines(strategy_folder, 1)
-    assert "rank 0 on host" in line and "has gone" in line
+    (line,) = lines(strategy_folder, 1 - killed)
+    assert says in line and "has gone" in line and (killed == 0 or "in iterations" in line)
     only_a_log(line, strategy_folder)
 
 

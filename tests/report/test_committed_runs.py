@@ -18,8 +18,15 @@ from tests.analysis.test_real_runs import nanoseconds
 from tests.loaded import analysis
 from tests.paths import TRACES
 from tests.report.schema_walk import SCHEMA, undescribed
+from tests.tiers import tiered
 
 RUNS = sorted(path.parent for path in TRACES.glob("h200*/run.json"))
+CHECKED = (
+    "h200x2-decode-1048576", "h200x2-ring-prefill-262144", "h200x2-zigzag-65536-layer", "h200x2-zigzag-65536-packed",
+    "h200x4-allgather-262144", "h200x4-burst-262144-copied", "h200x4-double-ring-65536-two-hosts",
+    "h200x4-megatron-262144", "h200x4-usp-262144",
+)  # fmt: skip
+"""Runs of different strategies, masks, transports and numbers of nodes."""
 OTHERS = [
     *sorted(path.parent for path in TRACES.glob("[!h]*/run.json")),
     *sorted(path.parent for path in TRACES.glob("h100*/run.json")),
@@ -57,7 +64,7 @@ def test_committed_runs_exist():
     assert {"h200x4-zigzag-262144", "h200x4-burst-262144"} <= {run.name for run in RUNS}
 
 
-@pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
+@tiered("folder", RUNS, [TRACES / name for name in CHECKED], ids=lambda path: path.name)
 def test_committed_run_is_verified_and_consistent(folder):
     run = read_run(folder / "run.json")
     unverified = {"h200x4-double-ring-65536-two-hosts", "h200x4-usp-65536-two-hosts"}

@@ -22,6 +22,7 @@ from tests.analysis.build import FLASH, Builder
 from tests.analysis.rings import ring_pass
 from tests.loaded import analysis
 from tests.paths import ROOT
+from tests.tiers import tiered
 
 RUN = ROOT / "traces" / "h200x4-zigzag-65536"
 KINDS = ("waterfall", "breakdown", "timeline", "steps", "waiting")
@@ -84,7 +85,7 @@ def test_steps_and_waiting_plots_show_the_step_table():
     assert float(image.get_array().sum()) == pytest.approx(frame["exposed_ns"].sum() / 1e6)
 
 
-@pytest.mark.parametrize("count", [1, 4, 8, 64, 256])
+@tiered("count", [1, 4, 8, 64, 256], [1, 4, 8, 64])
 def test_labels_never_touch_at_any_number_of_ranks(count):
     builders = [Builder(rank=rank, world_size=count).run(FLASH, 0, 1000 + rank, launched=1) for rank in range(count)]
     ax = plots_of(*builders).breakdown()

@@ -10,25 +10,25 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-import pytest
 
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.text import TextStyle
 from ringprof.results.analysis import Analysis
 from tests.loaded import analysis
-from tests.paths import COMMITTED, TRACES
+from tests.paths import COMMITTED, TRACES, VARIED
+from tests.tiers import tiered
 
 SCALES = (1, 1e-3, 1e-6, 1e-9, 1e2, 2.0**-20, 2.0**-30, 1e3, 1e6)
 """Factors from nanoseconds, bytes, shares and TFLOP/s to the units displayed."""
 NUMBER = re.compile(r"(?<![\w.,<])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w>])")
 TEMPLATE = re.compile(r"<[^<>]*(?:<[^<>]*>[^<>]*)*>")
 """Template arguments in a kernel's name."""
-QUICK_RUNS = ("h200x4-zigzag-65536", "h200x4-usp-65536-two-hosts", "cpu4-burst-4096", "h200x2-decode-1048576")
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -180,14 +180,6 @@ def test_pool_of_numbers_rejects_wrong_ones() -> None:
     assert sum(is_held(f"{1.013 * float(number):.3f}", numbers) for number in tokens) <= 2
 
 
-@pytest.mark.parametrize("name", QUICK_RUNS)
-def test_terminal_numbers_are_in_the_data(name: str) -> None:
-    assert_numbers_are_data(analysis(TRACES / name))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "folder", [folder for folder in COMMITTED if folder.name not in QUICK_RUNS], ids=lambda path: path.name
-)
-def test_terminal_numbers_of_all_committed_runs_are_in_the_data(folder: Any) -> None:
+@tiered("folder", COMMITTED, [TRACES / name for name in VARIED], ids=lambda path: path.name)
+def test_terminal_numbers_are_in_the_data(folder: Path) -> None:
     assert_numbers_are_data(analysis(folder))

@@ -15,7 +15,8 @@ from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, short_name
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS
 from tests.loaded import analysis
-from tests.paths import DATA, TRACES
+from tests.paths import DATA, TRACES, VARIED
+from tests.tiers import tiered
 
 RUNS = [DATA / NVLINK, DATA / TWO_HOSTS, *sorted(path.parent for path in TRACES.glob("*/run.json"))]
 COLUMNS = (Column("rank"), Column("wall"), Column("note", drop=2), Column("exposed\ncomm", drop=1))
@@ -86,7 +87,7 @@ def test_rows_are_sorted_and_limited_on_request() -> None:
     assert "and 1 more: --all" in TABLE.listed(TextStyle(), Listing(), 2)
 
 
-@pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
+@tiered("folder", RUNS, [*RUNS[:2], *(TRACES / name for name in VARIED)], ids=lambda path: path.name)
 @pytest.mark.parametrize("everything", [False, True])
 def test_no_figure_of_a_committed_run_is_cut_at_80_columns(folder, everything: bool) -> None:
     """Every number shown in 80 columns is in the unlimited report, and no line is longer than the terminal."""

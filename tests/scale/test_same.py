@@ -18,8 +18,9 @@ from ringprof.scale import pipeline
 from ringprof.trace.inputs import Input
 from ringprof.trace.reduced import reduce_trace
 from tests.analysis.build import NCCL, Builder, collective
-from tests.paths import COMMITTED, TRACES
+from tests.paths import COMMITTED, TRACES, VARIED
 from tests.scale.runs import real_ring, write_ring
+from tests.tiers import tiered
 
 RECORDED = [folder.name for folder in COMMITTED]
 
@@ -49,7 +50,7 @@ def comparable_report(analysis: Any) -> Any:
     return report | {"steps": None, "summary": summary, "warnings": warnings}
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@tiered("name", RECORDED, VARIED)
 def test_tiled_report_of_every_recorded_run_is_equal(load_tiled, name):
     together, apart = load_together(TRACES / name), load_tiled(TRACES / name)
     assert comparable_report(apart) == comparable_report(together)

@@ -113,30 +113,23 @@ def _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, determ
     assert deterministic is False, "no strategy of the tests asks for it"
 
 
-def _ring(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
-    deterministic=False, return_attn_probs=False, group=None,
-):  # fmt: skip
-    _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
-    return _dense(_contiguous, q, k, v, causal, softmax_scale, group)
+def _attention(positions, causal_only=""):
+    """Return the package's function for a layout; ``causal_only`` is what it says without a causal mask."""
+
+    def call(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, group=None,
+    ):  # fmt: skip
+        _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
+        assert causal or not causal_only, causal_only
+        return _dense(positions, q, k, v, causal, softmax_scale, group)
+
+    return call
 
 
-def _zigzag(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
-    deterministic=False, return_attn_probs=False, group=None,
-):  # fmt: skip
-    _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
-    assert causal, "zigzag ring is meaningless for causal=False"
-    return _dense(_two_chunks, q, k, v, causal, softmax_scale, group)
-
-
-def _stripe(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
-    deterministic=False, return_attn_probs=False, group=None,
-):  # fmt: skip
-    _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
-    assert causal, "stripe flash attn only supports causal attention"
-    return _dense(_striped, q, k, v, causal, softmax_scale, group)
+_ring = _attention(_contiguous)
+_zigzag = _attention(_two_chunks, "zigzag ring is meaningless for causal=False")
+_stripe = _attention(_striped, "stripe flash attn only supports causal attention")
 
 
 def _prepare(cu_seqlens, causal, rank, world_size):

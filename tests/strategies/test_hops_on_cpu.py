@@ -20,6 +20,7 @@ from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, relative_
 from tests.strategies.cpu_transports import copies_on_cpu, noted_hops, poisoned_nccl
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import dense
+from tests.tiers import tiered
 
 SEQ, LONG = 48, pytest.mark.long
 MASKS = [
@@ -114,7 +115,7 @@ def check(size: int, transport: str, timing: str, cases: Sequence[Case], truths:
     return set[str].union(*(copied for _, copied in results))
 
 
-@pytest.mark.parametrize("transport", ["copy", "nccl"])
+@tiered("transport", ["copy", "nccl"], ["copy"], "processes")
 def test_late_hops_of_two_ranks_are_exact_and_laid_out_alike(transport):
     copied = check(2, transport, "late", FEW_CASES, truths_of(PROBLEMS[:2], FEW_MASKS))
     rings = {"ring", "zigzag", "stripe", "usp", "double-ring", "burst"}

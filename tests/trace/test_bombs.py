@@ -197,6 +197,7 @@ def test_expanding_reduced_traces_stay_within_memory_limits(tmp_path: Path) -> N
 # --- the others ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_expanding_exports_and_runs_stay_within_memory_limits(tmp_path: Path) -> None:
     sound = tmp_path / "rank0.json"
     sound.write_bytes(TEN)

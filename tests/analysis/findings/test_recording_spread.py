@@ -13,6 +13,7 @@ from ringprof.analysis.findings.comparison import compare_measurements, recordin
 from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.report.comparison import spread_notices, verdict_lines
+from tests.tiers import tiered
 
 CHI_SQUARED = {19: 8.907, 25: 13.120}
 """The 2.5 % quantile by degrees of freedom, from a printed table."""
@@ -152,15 +153,18 @@ def test_one_recording_against_several_uses_at_least_the_assumed_spread():
 # --- how often it is wrong ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(1, 10), (3, 10)], ids=str)
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+STEADY = [model for model in MODELS if not model.spread]
+
+
+@tiered("size", [(1, 10), (3, 10)], [(1, 10)], ids=str)
+@tiered("model", MODELS, MODELS[:1], ids=lambda model: model.name)
 def test_single_pairs_of_one_program_differ_in_5_percent_of_cases(model: Model, size: tuple[int, int]):
     assert size in SIZES
     random = np.random.default_rng(1)
     assert compare_errors.false_alarms(model, size, CASES, random) <= most(0.05, CASES)
 
 
-@pytest.mark.parametrize("model", [each for each in MODELS if not each.spread], ids=lambda model: model.name)
+@tiered("model", STEADY, STEADY[:1], ids=lambda model: model.name)
 def test_three_recordings_per_side_detect_2_percent(model: Model):
     found_share = compare_errors.power(model, (3, 10), 1.02, CASES, np.random.default_rng(2))
     assert 1 - found_share <= most(0.2, CASES)

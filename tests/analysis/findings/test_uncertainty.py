@@ -25,6 +25,7 @@ from ringprof.analysis.findings.uncertainty import (
     variance_inflation,
 )
 from tests.paths import ROOT
+from tests.tiers import tiered
 
 SAME_COMMAND = ROOT / "tests" / "data" / "same_command"
 ON_CPU = [SAME_COMMAND / "burst-1024.json", SAME_COMMAND / "zigzag-512.json"]
@@ -100,8 +101,10 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("normal", 4), ("normal", 10), ("normal", 40), ("long tail", 10), ("two levels", 10)]
+@tiered(
+    "name, count",
+    [("normal", 4), ("normal", 10), ("normal", 40), ("long tail", 10), ("two levels", 10)],
+    fast=[("normal", 10), ("two levels", 10)],
 )
 def test_intervals_cover_the_true_ratio_at_the_stated_rate(name, count):
     """Two sets drawn from one distribution, one set three percent slower: seeded, so the counts are always the same."""
@@ -141,7 +144,7 @@ def test_the_inflation_of_few_values_by_hand():
     assert variance_inflation(np.ones(9)) == variance_inflation(np.arange(4.0)) == 1
 
 
-@pytest.mark.parametrize(("count", "correlation"), [(10, 0.7), (20, 0.7), (50, 0.7)])
+@tiered("count, correlation", [(10, 0.7), (20, 0.7), (50, 0.7)], fast=[(20, 0.7)])
 def test_intervals_cover_the_true_ratio_with_autocorrelation(count, correlation):
     random, rounds = np.random.default_rng(count), 400
     held = 0
@@ -165,7 +168,7 @@ def test_student_t_quantiles_equal_printed_tables(share, freedom, table):
     assert student_quantile(share, freedom) == pytest.approx(table, abs=6e-4)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+@tiered("count", [2, 3, 5], fast=[3])
 def test_groups_of_one_program_differ_in_5_percent_of_cases(count):
     """Student's t holds its level by definition; quantiles drawn at random were 2 to 7 % too small."""
     random, rounds = np.random.default_rng(count), 4000
@@ -240,7 +243,7 @@ def recordings(path) -> list[list[float]]:
     return [[max(times) / 1e6 for times in zip(*recording["iterations_ns"], strict=True)] for recording in recorded]
 
 
-@pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
+@tiered("path", ON_CPU, ON_CPU[:1], ids=lambda path: path.stem)
 def test_pairs_of_one_command_differ_in_at_most_5_percent(path):
     """80 recordings of one command, one after another, on a machine whose two cores others used more and less."""
     levels = recordings(path)
@@ -270,13 +273,14 @@ def test_all_gpu_recording_pairs_differ_in_at_most_5_percent(path):
     assert sum(mann_whitney_p(base, other) < 0.05 for base, other in pairs) > len(pairs) / 10
 
 
+@pytest.mark.long
 def test_recordings_hours_apart_differ_in_at_most_5_percent():
     before, after = (recordings(path) for path in ON_GPUS)
     pairs = list(itertools.product(before, after))
     assert sum(significantly_different([base], [other]) for base, other in pairs) <= len(pairs) / 20
 
 
-@pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
+@tiered("path", ON_CPU, ON_CPU[:1], ids=lambda path: path.stem)
 def test_groups_of_one_command_differ_in_at_most_5_percent(path):
     """Four against four made in turns: 10 pairs of groups."""
     levels = recordings(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from ringprof.printed.tables.read import read_tables
@@ -87,7 +87,6 @@ UNITS = st.sampled_from([None, "us", "ms", "s"])
 WIDTHS = st.sampled_from([20, 55, 100, None])
 
 
-@settings(max_examples=300)
 @given(rows=events(), unit=UNITS, width=WIDTHS, memory=st.booleans(), prefix=PREFIXES)
 def test_any_table_parses_back(
     rows: list[FunctionEventAvg], unit: str | None, width: int | None, memory: bool, prefix: str
@@ -96,7 +95,6 @@ def test_any_table_parses_back(
     check_rows(logged_text(text, prefix, 10**6, False), rows, unit, width)
 
 
-@settings(max_examples=200)
 @given(
     rows=events(), width=WIDTHS, memory=st.booleans(), prefix=PREFIXES,
     wrap=st.sampled_from([80, 100, 132]), strip=st.booleans(),

@@ -255,6 +255,7 @@ def test_the_failure_of_a_user_strategy_is_the_reason(name: str, why: str, monke
         os.waitpid(-1, os.WNOHANG)
 
 
+@pytest.mark.processes
 def test_a_block_of_flex_is_measured_after_the_fork() -> None:
     """Run in its own process: with a CUDA build, a fork computes no gradients after flex's on a CPU."""
     plan = f"""if True:
