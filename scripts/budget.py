@@ -60,13 +60,13 @@ def sizes() -> dict[str, Counter[str]]:
         ["git", "ls-files", "-co", "--exclude-standard", "ringprof", "strategies", "tests"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout.split()  # fmt: skip
-    found: dict[str, Counter[str]] = {}
+    counts_of: dict[str, Counter[str]] = {}
     for file in files:
         if file.endswith(".py") and (ROOT / file).is_file():
             counts = measure((ROOT / file).read_text("utf-8"))
             for part in {package_of(file), "tests" if file.startswith("tests/") else "product"}:
-                found.setdefault(part, Counter()).update(counts)
-    return found
+                counts_of.setdefault(part, Counter()).update(counts)
+    return counts_of
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def offences(node: ast.AST) -> set[str]:
         return {(node.module or "").partition(".")[0]} & UNPICKLES
     if not isinstance(node, ast.Call):
         return set()
-    called = {word.arg for word in node.keywords if word.arg} & {"allow_pickle"}
+    called = {word.arg or "" for word in node.keywords} & {"allow_pickle"}
     if isinstance(node.func, ast.Name):
         called |= {node.func.id} & RUNS_CODE
     if isinstance(node.func, ast.Attribute):

@@ -263,13 +263,15 @@ def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     largest, column = dout_f.abs().max(-1, keepdim=True)
     divisor, delta = largest.masked_fill(largest == 0, 1), delta.transpose(1, 2).unsqueeze(-1)
     unit = dout_f / divisor
-    squares = unit.square().sum(-1, keepdim=True)
+    squares, sign = unit.square().sum(-1, keepdim=True), unit.gather(-1, column)
     left_out = squares >= 2
     ratio = (delta / divisor / (squares - left_out.to(squares.dtype))).masked_fill(largest == 0, 0)
-    out = (unit * ratio).scatter(-1, column, (unit * ratio).gather(-1, column).masked_fill(left_out, 0)).to(dout.dtype)
-    lacking = delta - (dout_f * out.to(dout_f.dtype)).sum(-1, keepdim=True)
-    rest = torch.where(left_out, lacking / divisor * unit.gather(-1, column), out.gather(-1, column))
-    return out.scatter(-1, column, rest.to(dout.dtype))
+    scaled = unit.mul_(ratio)
+    out = scaled.scatter_(-1, column, scaled.gather(-1, column).masked_fill(left_out, 0)).to(dout.dtype)
+    del unit, scaled  # as large as dO in float32
+    lacking = delta - (dout_f * out).sum(-1, keepdim=True)
+    rest = torch.where(left_out, lacking / divisor * sign, out.gather(-1, column))
+    return out.scatter_(-1, column, rest.to(dout.dtype))
 
 
 def lift_tiny_rows(dout: Tensor, delta: Tensor) -> Tensor:

@@ -72,10 +72,12 @@ def test_dry_run_memory_equals_the_recording(path: Path) -> None:
     workspace = CHECK_WORKSPACE_BYTES if run.verification else 0
     for program, held in zip(schedule_of_run(run).programs, run.peak_memory_bytes, strict=True):
         error = (program.peak_bytes + workspace) / held - 1
+        # All-gather allocates the gradients to be summed after it has freed the gathered keys, since 2026-11-28.
         # The run with whole shards held K and V of its last step, and sent dK and dV. The run with a prefix held a
         # zero result besides that of the window; today the prefix is merged into the window's result.
         lowest_error = -0.05 if path.parent.name in ("h200x2-zigzag-65536", "h200x2-zigzag-65536-prefix") else -0.001
-        assert lowest_error < error < 0.001 if run.created >= NEWER_FROM else -0.34 < error < 0.01
+        older = -0.45 if path.parent.name == "h200x4-allgather-262144" else -0.34
+        assert lowest_error < error < 0.001 if run.created >= NEWER_FROM else older < error < 0.01
 
 
 def test_sinks_add_kernels_and_v_is_padded() -> None:
