@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -210,7 +210,9 @@ def poisoned_nccl(timing: str) -> Iterator[None]:
         earlier = received.setdefault(ring, [])
         if len(earlier) == copy_engine.SLOTS and ring not in keeping:
             for buffer in earlier.pop(0).buffers:
-                _fill(buffer)
+                # A process group's hop of another ring holds what it still sends.
+                if buffer.data_ptr() not in _Hop.sending:
+                    _fill(buffer)
         message = message.with_buffers(list(message.buffers))  # the caller may clear its own
         hop = _Hop(partial(start, transport, ring, message, into), message, earlier)
         if timing == "early":
@@ -227,9 +229,13 @@ def poisoned_nccl(timing: str) -> Iterator[None]:
 class _Hop:
     """A hop over a process group that begins when it is told to, and checks that what it sends does not change."""
 
+    sending: ClassVar[list[int]] = []
+    """Addresses of the buffers that hops of this rank still send."""
+
     def __init__(self, start: Callable[[], Any], message: Message, received: list[Message]) -> None:
         self._start, self._message, self._hop = start, message, None
-        self._bytes = _bytes_of(message)
+        self._bytes, self._addresses = _bytes_of(message), [buffer.data_ptr() for buffer in message.buffers]
+        self.sending.extend(self._addresses)
         self._arrived = Message([])
         received.append(self._arrived)
 
@@ -243,6 +249,8 @@ class _Hop:
     def wait(self) -> Message:
         self.begin()
         assert _bytes_of(self._message) == self._bytes, "a buffer was written to while it was sent"
+        for address in self._addresses:
+            self.sending.remove(address)
         arrived: Message = self._hop.wait()  # type: ignore[attr-defined]
         self._arrived.buffers = list(arrived.buffers)
         return arrived
