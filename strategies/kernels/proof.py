@@ -55,7 +55,7 @@ _BLOCKS: dict[str, tuple[int, int, tuple[tuple[int, ...], ...]]] = {
 """Queries, keys and rectangles of each block that is proven: first and end of queries and keys, limits of the band.
 
 In units of 8 tokens (4 where many heads share a kv head), so that blocks cross the kernels' tiles of 64 and 128. Plain
-blocks have over 256 keys: with fewer, flash-attn 2 does not split the keys of heads up to 64 among its thread blocks."""
+blocks have over 256 keys: with fewer, flash-attn 2 does not split keys of heads up to 64 among its thread blocks."""
 
 
 class Case(NamedTuple):
