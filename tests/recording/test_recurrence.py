@@ -24,6 +24,8 @@ from ringprof.iteration.recurrence import RecurrenceResults, RecurrenceShard, re
 from ringprof.iteration.shard import counted_work, reset_counts, row_sums
 from ringprof.proof.verify_recurrence import verify_recurrence, verify_timed_recurrence
 from ringprof.run import read_run
+from ringprof.strategies.recurrent.kernel import Inputs
+from ringprof.strategies.recurrent.kernels import choose_kernel
 from ringprof.strategies.recurrent.registry import STRATEGIES
 from ringprof.strategies.transport.baselines import NullTransport
 from ringprof.strategies.transport.communicator import Communicator
@@ -193,6 +195,11 @@ def test_a_recording_is_verified_and_reported(tmp_path: Path, capsys: Any) -> No
 @pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "fla/cp"])
 def test_a_recording_on_gpus_is_verified(strategy: str, tmp_path: Path) -> None:
+    x = torch.zeros(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+    try:
+        choose_kernel("fla", Inputs.of([x, x, x, x[..., :1].float(), x[..., 0].float()], 1.0))
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
     output = tmp_path / "run.json"
     options = ["--strategy", strategy, "--seq", "4096", "--heads", "4", "--iters", "2", "-o", str(output)]
     assert subprocess.run([*RINGPROF, "record", "--operator", "gdn", *options], timeout=HANGS_S).returncode == 0

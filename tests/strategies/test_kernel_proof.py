@@ -197,6 +197,28 @@ def test_a_wrong_kernel_is_refused_where_it_is_wrong(
         assert _attend("planted", **right) == "planted"
 
 
+def test_results_that_a_kernel_leaves_unwritten_are_not_those_of_the_kernel_before() -> None:
+    """Memory is used again: what a right kernel has computed may lie where another one does not write."""
+    kept: list[Any] = []
+
+    class Right(Planted):
+        name = "right"
+
+        def _forward(self, *args: Any) -> Any:
+            kept.append(super()._forward(*args))
+            return kept[-1]
+
+    class Unwritten(Planted):
+        name = "unwritten"
+
+        def _forward(self, *args: Any) -> Any:
+            return kept[-1]
+
+    case = proof.Case("full", torch.float32, 64, 64, 1)
+    assert proof.prove(Right, case, CPU) is None
+    assert "out is off by" in str(proof.prove(Unwritten, case, CPU))
+
+
 @pytest.mark.parametrize(("kernel", "name"), [(GarbageFor64, "out"), (WrongDk, "dk"), (WrongLse, "lse")])
 def test_the_error_names_what_is_wrong_and_by_how_much(
     monkeypatch: pytest.MonkeyPatch, kernel: type[Kernel], name: str
