@@ -146,7 +146,7 @@ def create(
         strategy = find(name).load()
         check_parameters(strategy, name, params)
     except (Unsupported, UnknownName) as error:
-        problem = error
+        problem = error.with_traceback(None)  # which would hold this frame
     # Equal on all ranks that were called with the same arguments.
     listed = ", ".join(f"{key}={params[key]!r}" for key in sorted(params))
     comm = Communicator(

@@ -124,7 +124,11 @@ def choose_proven(
         answers = exchange((None if chosen is None else chosen.name, problem))
         for rank, (name, text) in enumerate(answers):
             if name is None:
-                raise failure or Unsupported(f"rank {rank} of the group refused: {text}")
+                try:
+                    raise failure or Unsupported(f"rank {rank} of the group refused: {text}")
+                finally:
+                    # Else this frame and its callers live on: the error holds them, and they hold the error.
+                    del failure
         assert chosen is not None
         names = dict.fromkeys(name for name, _ in answers)
         if len(names) > 1:
@@ -177,7 +181,7 @@ def prove(kernel: type[Kernel], case: Case, device: torch.device) -> str | None:
     if key not in _verdicts:
         _read_file()
     if key not in _verdicts:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(device):
             raise Unsupported(
                 f"kernel {kernel.name!r} is used for the first time ({case}), and a CUDA graph is being captured: make"
                 " one call like it before the capture, or run ringprof kernels --prove"
@@ -202,13 +206,17 @@ def known_verdicts(kernel: type[Kernel], device: torch.device) -> dict[str, str 
     return {key[2]: error for key, error in _verdicts.items() if key[:2] == names}
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _error(kernel: type[Kernel], case: Case, device: torch.device) -> tuple[str | None, bool]:
     """Compute a case with a kernel and in float64. Return what is wrong, and whether a call raised it."""
     unit = 8 if case.group < 4 else 4
     queries, keys, rectangles = _BLOCKS[case.block]
     parts = [AttnRectangle(*(x * unit if x > 0 else x for x in numbers)) for numbers in rectangles]
     batch, kv_heads = case.shape or (1, 2)
-    # Inputs of their own for each kernel and case: memory that is left unwritten may hold the results of the one before.
+    # Inputs of their own for each kernel and case: memory left unwritten may hold the results of the one before.
     generator = torch.Generator("cpu").manual_seed(crc32(f"{kernel.name}, {case}".encode()))
     sizes = (queries, case.group, case.head_dim), (keys, 1, case.head_dim), (keys, 1, case.v_head_dim)
     q, k, v, dout = (

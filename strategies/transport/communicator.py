@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any
 from weakref import ref
 
@@ -88,7 +89,7 @@ class Communicator:
                 self._handshake_token = self.token
                 self._join_generation(self.passes.generation)
         elif problem is not None:
-            raise problem
+            raise copy(problem)  # the caller holds the other, and must not hold its own frame
 
     def _perform_handshake(self, request: str, problem: Exception | None) -> None:
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringprof.strategies import Unsupported, create
+from ringprof.strategies import Unsupported, create, create_recurrent
 from ringprof.strategies.kernels import proof, registry
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.reference import ReferenceKernel
@@ -552,3 +554,34 @@ def test_processes_write_their_verdicts_at_once(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in lines if line]
     assert len({row["case"] for row in rows}) == 20
     assert all(row["error"] is None for row in rows)
+
+
+def test_a_refusal_does_not_keep_the_frames_that_it_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that lives on keeps its checkpoint, whose hooks for saved tensors then hold those of later steps."""
+    _plant(monkeypatch, GarbageFor64)
+    strategy, right = create("zigzag", kernel="planted"), create("zigzag", kernel="reference")
+    q, k, v = (torch.randn(1, 32, 2, 64, requires_grad=True) for _ in range(3))
+    refusals: list[Callable[[], Any]] = [
+        lambda: strategy.attention(q, k, v),
+        lambda: right.attention(q, k, v[:, :1]),
+        lambda: right.attention(q, k, v, documents=[0, 20]),
+        lambda: create("zigzag", kernel="nothing").attention(q, k, v),
+        lambda: create("nothing"),
+        lambda: create_recurrent("nothing"),
+    ]
+
+    def frame_of(refused: Callable[[], Any]) -> weakref.ref[Any]:
+        local = torch.ones(1)
+        try:
+            checkpoint(lambda _: refused(), local.requires_grad_(), use_reentrant=False)
+        except (ValueError, LookupError):
+            return weakref.ref(local)
+        raise AssertionError("not refused")
+
+    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)  # the first one imports
+    gc.collect()
+    gc.disable()
+    try:
+        assert [number for number, refused in enumerate(refusals) if frame_of(refused)() is not None] == []
+    finally:
+        gc.enable()
