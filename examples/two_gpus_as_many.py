@@ -51,7 +51,8 @@ def exchange(channel: Channel, comm: RankGroup, shares: Any, keeps: Any) -> Torc
         # Two members share one ring of copies per group: channels that have rings of their own need own groups.
         group = process_group(channel.channel, (0, 1), "two GPUs as many", dist.group.WORLD)
     pair: Any = SimpleNamespace(channel=channel.channel, size=2, following=1 - own, previous=1 - own)
-    return CopyTransport(pair, group, {0: None, 1: None}) if copies else Exchange(pair, group)
+    both: Any = SimpleNamespace(group=dist.group.WORLD, processes={0: None, 1: None})
+    return (CopyTransport if copies else Exchange)(pair, group, both)
 
 
 class Exchange(TorchTransport):

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ..annotate import annotate
 from ..errors import PeerLost, Unsupported
 from .call_comparison import compares_calls, shared_words
 from .groups import raise_if_stopped, timeout
@@ -111,20 +112,22 @@ class HopComparison:
 
     def wait(self) -> None:
         """Wait until all ranks have posted this rank's latest hop. Raises like `check`."""
-        begin = looked_at = time.monotonic()
-        while missing := self._raise_if_different():
-            raise_if_stopped(self._group_name)
-            now = time.monotonic()
-            if now > looked_at + 1:
-                looked_at = now
-                ended = [rank for rank in missing if _has_ended(self._processes[rank])]
-                if ended or now - begin > timeout().total_seconds():
-                    problem = "has ended before" if ended else "does not come to"
-                    raise PeerLost(f"rank {(ended or missing)[0]} {problem} {self._own(self._number)}")
-            if now - begin < _SPINNING_S:
-                os.sched_yield()
-            else:
-                time.sleep(1e-4)
+        # On a CPU a late peer is waited for here, not in the wait for the hop itself.
+        with annotate("wait-for-all", self._recent[-1][0]):
+            begin = looked_at = time.monotonic()
+            while missing := self._raise_if_different():
+                raise_if_stopped(self._group_name)
+                now = time.monotonic()
+                if now > looked_at + 1:
+                    looked_at = now
+                    ended = [rank for rank in missing if _has_ended(self._processes[rank])]
+                    if ended or now - begin > timeout().total_seconds():
+                        problem = "has ended before" if ended else "does not come to"
+                        raise PeerLost(f"rank {(ended or missing)[0]} {problem} {self._own(self._number)}")
+                if now - begin < _SPINNING_S:
+                    os.sched_yield()
+                else:
+                    time.sleep(1e-4)
 
     def _add(self, channel: str, layout: MessageLayout) -> int:
         if len(self._digests) >= _KEPT_LAYOUTS:

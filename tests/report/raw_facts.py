@@ -28,7 +28,7 @@ _HOST = {"cpu_op": 0, "user_annotation": RANGE, "cuda_runtime": RUNTIME_CALL, "c
 _WINDOWS = (re.compile(r"ringprof::iteration"), re.compile(r"ProfilerStep#\d+"))
 _MARK = re.compile(r"ProfilerStep#\d+|ringprof::iteration\b.*|PyTorch Profiler.*|record_param_comms")
 _ATTENTION = re.compile(r"flash|sdpa|fmha|dot_do_o|convert_dq", re.IGNORECASE)
-_BLOCKED = (re.compile(r"ringprof::wait(/.*)?"), re.compile(r"gloo:.*"))
+_BLOCKED = (re.compile(r"ringprof::wait(-for-all)?(/.*)?"), re.compile(r"gloo:.*"))
 
 
 @dataclass(frozen=True)

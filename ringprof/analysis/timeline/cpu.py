@@ -27,7 +27,7 @@ from ringprof.analysis.timeline.breakdown import Breakdown, KindTime, beside_att
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import NONE, Int8, Int64, Ranges, Trace, distinct
 
-_WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
+_WAIT_CHANNEL = re.compile(r"ringprof::wait(?:-for-all)?/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
 _OPTIMIZER = re.compile(ENCLOSING["optimizer"])
 _COMM_OPERATOR = re.compile(
@@ -61,6 +61,8 @@ _NO_WORK = re.compile(
 
 
 WAIT = re.compile(r"ringprof::wait\b.*")
+_FOR_ALL = "ringprof::wait-for-all"
+"""Prefix of waits before a transfer, until all ranks want it."""
 _SEND = re.compile(r"ringprof::send\b.*")
 _RANGE = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl):(\w+)")
 _POSTING = re.compile(r"c10d::(\w+)")
@@ -71,8 +73,8 @@ class CpuCommunication(msgspec.Struct, frozen=True):
 
     blocked: Spans
     """Time marked as blocked in communication."""
-    blocked_of_kind: dict[str, Spans]
-    """Time marked as blocked, by the kind of what the marked channel carries."""
+    blocked_of_kind: dict[str, tuple[Spans, int]]
+    """Time marked as blocked, and the transfers that were waited for, by the kind of what the marked channel carries."""
     start_ns: Int64
     """Starts of the ranges that no mark replaces."""
     end_ns: Int64
@@ -102,11 +104,13 @@ class CpuCommunication(msgspec.Struct, frozen=True):
 def find_communication(trace: Trace, start_ns: int, end_ns: int) -> CpuCommunication:
     """Return the communication between two times."""
     waits = marked_waits(trace)
-    blocked_of_kind = {
-        kind_name: intervals.union(np.clip(spans.start_ns, start_ns, end_ns), np.clip(spans.end_ns, start_ns, end_ns))
-        for kind_name, spans in _waits_by_kind(trace).items()
-    }
-    blocked = intervals.union(np.clip(waits.start_ns, start_ns, end_ns), np.clip(waits.end_ns, start_ns, end_ns))
+    blocked_of_kind = {}
+    for kind_name, names in _waits_by_kind(trace).items():
+        spans = [_spans_named(trace, trace.annotations, re.compile(re.escape(name))) for name in names]
+        spans = [_clipped(spans_of_name, start_ns, end_ns) for spans_of_name in spans]
+        transfers = sum(len(waited) for name, waited in zip(names, spans, strict=True) if not name.startswith(_FOR_ALL))
+        blocked_of_kind[kind_name] = intervals.merged(*spans), transfers
+    blocked = _clipped(waits, start_ns, end_ns)
     tables = [_ranges_of(trace, trace.annotations, _RANGE), _ranges_of(trace, trace.operators, _RANGE)]
     if not len(waits) and not any(len(start) for start, _, _ in tables):
         tables.append(_ranges_of(trace, trace.operators, _POSTING))
@@ -134,17 +138,20 @@ def _marked_when_posted(trace: Trace, start_ns: Int64, kind: Int64) -> npt.NDArr
     return marked
 
 
-def _waits_by_kind(trace: Trace) -> dict[str, Spans]:
-    """Return the marked waits by what their channel posts: ``send_recv`` where that is not known, or several kinds."""
+def _clipped(spans: Spans, start_ns: int, end_ns: int) -> Spans:
+    return intervals.union(np.clip(spans.start_ns, start_ns, end_ns), np.clip(spans.end_ns, start_ns, end_ns))
+
+
+def _waits_by_kind(trace: Trace) -> dict[str, list[str]]:
+    """Return the names of marked waits by what is waited for: ``send_recv`` if that is not known, or several kinds."""
     posted_ns, _, posted_kind = _ranges_of(trace, trace.operators, _POSTING)
-    waits: dict[str, Spans] = {}
+    names: dict[str, list[str]] = {}
     for name in filter(WAIT.fullmatch, trace.names):
-        sends = _spans_named(trace, trace.annotations, re.compile(re.escape(name.replace("wait", "send", 1))))
+        posts = name.replace("-for-all", "").replace("wait", "send", 1)
+        sends = _spans_named(trace, trace.annotations, re.compile(re.escape(posts)))
         codes = distinct(posted_kind[intervals.contains(sends, posted_ns)]).tolist()
-        kind = KINDS[codes[0]] if len(codes) == 1 else "send_recv"
-        spans = _spans_named(trace, trace.annotations, re.compile(re.escape(name)))
-        waits[kind] = intervals.merged(waits[kind], spans) if kind in waits else spans
-    return waits
+        names.setdefault(KINDS[codes[0]] if len(codes) == 1 else "send_recv", []).append(name)
+    return names
 
 
 def communication_bounds(trace: Trace) -> tuple[Int64, Int64]:
@@ -237,7 +244,9 @@ def blocked_by_channel(trace: Trace, window: Window) -> dict[str, int]:
     start_ns, end_ns = window_bounds(trace, window, None)
     bounds = np.array([start_ns]), np.array([end_ns])
     pattern_of_channel = {
-        match[1]: re.compile(re.escape(name)) for name in trace.names if (match := _WAIT_CHANNEL.fullmatch(name))
+        match[1]: re.compile(rf"ringprof::wait(-for-all)?/{re.escape(match[1])}")
+        for name in trace.names
+        if (match := _WAIT_CHANNEL.fullmatch(name))
     }
     spans = {
         channel: _spans_named(trace, trace.annotations, pattern_of_channel[channel])
@@ -337,9 +346,10 @@ def _kind_times(start: Int64, end: Int64, kind: Int8, communication: CpuCommunic
         rows = kind == CODE[name]
         time, calls = int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows))
         busy = intervals.union(start[rows], end[rows])
-        if blocked := communication.blocked_of_kind.get(name):
-            time, calls = time + intervals.length_ns(blocked), calls + len(blocked)
+        if name in communication.blocked_of_kind:
+            blocked, transfers = communication.blocked_of_kind[name]
+            time, calls = time + intervals.length_ns(blocked), calls + transfers
             busy = intervals.merged(busy, blocked)
-        if calls:
+        if calls or time:
             result[name] = KindTime(time, calls, None, intervals.length_ns(busy))
     return result

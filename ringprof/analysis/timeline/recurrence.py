@@ -18,7 +18,7 @@ from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, is_kind
-from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
+from ringprof.analysis.timeline.cpu import marked_waits, outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import Split, total
@@ -100,7 +100,7 @@ def cpu_recurrence(trace: Trace, window: Window) -> tuple[RecurrencePart, ...]:
     waits = trace.annotations.start_ns[rows], trace.annotations.end_ns[rows]
     in_window = (waits[0] >= first) & (waits[1] <= last)
     waits = waits[0][in_window], waits[1][in_window]
-    blocked = intervals.union(*waits)
+    blocked = marked_waits(trace)
     computing = intervals.subtraction(intervals.union(start[computes], end[computes]), blocked)
     parts = []
     for (phase, part), (range_start, range_end, _) in ranges.items():
