@@ -159,7 +159,10 @@ def own_loop(case: str, rank: int, model: Any, strategy: Any, parallelism: Any, 
 
 def accelerate(case: str, rank: int, model: Any, strategy: Any, parallelism: Any, folder: str) -> list[float]:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    # The parent process of this rank may have trained before, alone.
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(own_batches(case, rank)[0]))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
 
