@@ -1,4 +1,4 @@
-"""``ringprof advise``: recommend a strategy and its degrees for a workload and a cluster."""
+"""``ringprof advise``: recommend a strategy for a workload and a cluster, or compare load balance."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import click
 
-from ringprof.cli.options import Command
+from ringprof.cli.balance import print_balance, print_sizes
+from ringprof.cli.options import Advanced, Command, refuse_unused
 from ringprof.cli.predict import DOES_NOT_FIT, cluster_of, predicted_workload, prediction_options
 from ringprof.cli.progress import show_progress
-from ringprof.cli.write import OutputFile, text_style, write_text
-from ringprof.common.json_object import json_text
+from ringprof.cli.values import ListOf, Tokens, Whole
+from ringprof.cli.write import OutputFile, print_or_write, say, text_style, to_file, write_text
+from ringprof.common.json_object import Options, json_text
 from ringprof.errors import UsageError
 from ringprof.prediction.advise import advice_dict, advise
 from ringprof.prediction.calibration import read_calibration
@@ -26,14 +28,35 @@ _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 @click.option("--memory", metavar="SIZE", help="Available memory per GPU, such as 80GB.  [default: all of it]")
 @click.option("--strategy", "strategies", multiple=True, metavar="NAME",
               help="Consider only this strategy (or p2p, a2a, all_gather, a2a+p2p); repeatable.")  # fmt: skip
+@click.option("--cp-sizes", cls=Advanced, metavar="N,N,...", type=ListOf(Whole(min=1)),
+              help="Dynamic context parallelism: run each of the --documents on the smallest of these numbers of ranks"
+              " that holds it.")  # fmt: skip
+@click.option("--tokens-per-rank", cls=Advanced, type=Tokens(),
+              help="With --cp-sizes: largest number of tokens of a rank in a step.")  # fmt: skip
 @click.option("--html", type=OutputFile(), help="Also write an HTML page with plots.")
+@to_file
 def command(**options: Any) -> int:
     """Predict every bundled strategy with its degrees, placements and transports, and recommend the fastest.
 
+    Without --machine, compare the load balance of strategies and layouts for packed documents or a window on as many
+    ranks. With --cp-sizes, --seq is the number of tokens in a batch of documents: the table shows, for each number of
+    ranks, the documents that run on it, their steps and balance, and with --machine the time of one layer's attention.
+
     \b
     ringprof advise --seq 1048576 --heads 40 --nodes 16 --gpus-per-node 8 --machine h100 --nic 400
+    ringprof advise --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7
+    ringprof advise --seq 8m --documents lengths.txt --cp-sizes 1,2,4,8 --tokens-per-rank 64k --machine h200
     """
-    machine, cluster = read_calibration(options["machine"]), cluster_of(options)
+    _refuse_unused(options)
+    cluster = cluster_of(options)
+    if options["cp_sizes"]:
+        print_sizes(options, cluster)
+        return 0
+    if not options["machine"]:
+        print_balance(options, cluster.size)
+        say("ringprof: no --machine: load balance by the mask alone; with one, advise predicts times")
+        return 0
+    machine = read_calibration(options["machine"])
     workload = predicted_workload(options)
     memory_bytes = _size(options["memory"]) if options["memory"] else None
     with show_progress("strategies") as notify:
@@ -44,10 +67,31 @@ def command(**options: Any) -> int:
             strategies=options["strategies"], notify=notify,
         )  # fmt: skip
     as_json = options["form"] == "json"
-    click.echo(json_text(advice_dict(advice)) if as_json else advice_text(advice, text_style(None)), nl=False)
+    output = options["output"]
+    print_or_write(json_text(advice_dict(advice)) if as_json else advice_text(advice, text_style(output)), output)
     if options["html"]:
         write_text(options["html"], page(document(advice)))
     return 0 if advice.first.fits else DOES_NOT_FIT
+
+
+_OF_MASK = {"seq", "heads", "causal", "documents", "window_size", "prefix", "hosts", "gpus_per_host", "form", "output"}
+_OF_SIZES = {*_OF_MASK, "cp_sizes", "tokens_per_rank", "machine", "kv_heads", "strategies", "nic_gbit"}
+
+
+def _refuse_unused(options: Options) -> None:
+    """Raise `UsageError` without a length, and for an option that changes nothing in the comparison asked for."""
+    if options["seq"] is None:
+        raise UsageError("--seq: the sequence length is needed, in tokens")
+    if options["cp_sizes"]:
+        used = _OF_SIZES if options["machine"] else {*_OF_MASK, "cp_sizes", "tokens_per_rank"}
+        words = "not with --cp-sizes" + ("" if options["machine"] else " and no --machine")
+        refuse_unused(f": {words}", used=used)
+    elif options["machine"]:
+        refuse_unused(" goes with --cp-sizes", unused=("tokens_per_rank",))
+    else:
+        refuse_unused(" goes with --machine FILE_OR_NAME; without one, only load balance is compared", used=_OF_MASK)
+    if options["cp_sizes"] and len(options["strategies"]) > 1:
+        raise UsageError("--strategy: one of them, with --cp-sizes")
 
 
 def _size(text: str) -> int:

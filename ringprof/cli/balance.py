@@ -1,16 +1,11 @@
-"""``ringprof balance``: compare the load balance of strategies and layouts for a mask."""
+"""``ringprof advise`` without a machine or with ``--cp-sizes``: the load balance of layouts for a mask."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import click
-
-from ringprof.cli.options import Command, options_set
 from ringprof.cli.progress import show_progress
-from ringprof.cli.recording import mask_of, masks
-from ringprof.cli.values import STRATEGIES, ListOf, Number, StrategyName, Tokens
-from ringprof.cli.write import formats, print_or_write, text_style, to_file
+from ringprof.cli.recording import mask_of
+from ringprof.cli.values import STRATEGIES, StrategyName
+from ringprof.cli.write import print_or_write, text_style
 from ringprof.common.formatting import percent
 from ringprof.common.json_object import Options, rows_json
 from ringprof.errors import UsageError
@@ -27,47 +22,9 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@click.command("balance", cls=Command)
-@click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
-@masks
-@click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Number of ranks.")
-@click.option("--heads", default=40, show_default=True, type=click.IntRange(min=1), help="Number of query heads.")
-@click.option("--cp-sizes", metavar="N,N,...", type=ListOf(click.IntRange(min=1)),
-              help="Dynamic context parallelism: run each of the --documents on the smallest of these numbers of ranks"
-              " that holds it.")  # fmt: skip
-@click.option("--tokens-per-rank", type=Tokens(), help="With --cp-sizes: largest number of tokens of a rank in a step.")
-@click.option("--machine", metavar="FILE_OR_NAME",
-              help="With --cp-sizes: also predict the time of one layer's attention on this machine.")  # fmt: skip
-@click.option(
-    "--kv-heads", type=click.IntRange(min=1), help="With --machine: number of key and value heads.  [default: --heads]"
-)
-@click.option("--strategy", type=StrategyName(STRATEGIES), default="zigzag", show_default=True,
-              help="With --machine: strategy of sequences on several ranks.")  # fmt: skip
-@click.option("--gpus-per-node", type=click.IntRange(1, 1024), default=8, show_default=True,
-              help="With --machine: GPUs per node.")  # fmt: skip
-@click.option("--nic", type=Number(min=0, min_open=True), metavar="GBIT",
-              help="With --machine: line rate of a GPU's NIC in Gbit/s.")  # fmt: skip
-@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask or full attention.")
-@formats("json")
-@to_file
-def command(
-    seq: int, world: int, heads: int, cp_sizes: list[int] | None, form: str, output: str | None, **options: Any
-) -> None:
-    """Compare the load balance of strategies and layouts for packed documents or a window. Needs no GPU.
-
-    With --cp-sizes, --seq is the number of tokens in a batch of documents. The table then shows, for each number of
-    ranks, the documents that run on it, their steps and balance, and with --machine the predicted time.
-
-    \b
-    ringprof balance --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7 --world 8
-    ringprof balance --seq 8m --documents lengths.txt --world 8 --cp-sizes 1,2,4,8 --tokens-per-rank 64k --machine h200
-    """
-    if cp_sizes:
-        _balance_sizes(seq, world, heads, cp_sizes, form, output, options)
-        return
-    unused = next((shown for name, shown in options_set().items() if name in _OF_SIZES), None)
-    if unused:
-        raise UsageError(f"{unused} goes with --cp-sizes")
+def print_balance(options: Options, world: int) -> None:
+    """Compare the load balance of strategies and layouts for a mask and print it. Raises `UsageError`."""
+    seq, heads, form, output = (options[name] for name in ("seq", "heads", "form", "output"))
     workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **mask_of(options, seq))
     with show_progress("balancing"):
         from ringprof.prediction.balance import balances  # imports torch, which takes seconds
@@ -93,18 +50,16 @@ def command(
     print_or_write(text + "\n", output)
 
 
-_OF_SIZES = ("tokens_per_rank", "machine", "kv_heads", "strategy", "gpus_per_node", "nic")
 _SIZE_COLUMNS = (
     Column("ranks"), Column("documents"), Column("share"), Column("tokens"), Column("FLOPs"), Column("sequences"),
     Column("steps"), Column("filled"), Column("busiest rank\nover the mean"),
 )  # fmt: skip
 
 
-def _balance_sizes(
-    seq: int, world: int, heads: int, sizes: list[int], form: str, output: str | None, options: Options
-) -> None:
+def print_sizes(options: Options, cluster: Cluster) -> None:
     """Print the plan of dynamic context parallelism. Raises `UsageError` and what a prediction raises."""
-    mask = mask_of(options, seq)
+    seq, heads, form, output = (options[name] for name in ("seq", "heads", "form", "output"))
+    mask, world = mask_of(options, seq), cluster.size
     if mask["documents"] is None or options["tokens_per_rank"] is None:
         missing = "documents" if mask["documents"] is None else "tokens-per-rank"
         raise UsageError(f"--cp-sizes needs --{missing}")
@@ -116,9 +71,9 @@ def _balance_sizes(
         time_of = None
         if options["machine"]:
             workload = Workload(seq=seq, heads=heads, kv_heads=options["kv_heads"] or heads, head_dim=128)
-            cluster = Cluster(1, options["gpus_per_node"], nic_gbit=options["nic"])
-            time_of = times_on(read_calibration(options["machine"]), workload, options["strategy"], cluster)
-        result = plan(mask["documents"], world, sizes, options["tokens_per_rank"], time_of)
+            strategy = StrategyName(STRATEGIES).convert((*options["strategies"], "zigzag")[0], None, None)
+            time_of = times_on(read_calibration(options["machine"]), workload, strategy, cluster)
+        result = plan(mask["documents"], world, options["cp_sizes"], options["tokens_per_rank"], time_of)
     labelled = [
         *((str(row.size), row) for row in result.sizes), ("all", result.total),
         (f"all on {result.largest_alone.size}", result.largest_alone),

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from ringprof.cli.kernel_rates import rate_options, rates_text
-from ringprof.cli.options import Advanced, Command, options_set
+from ringprof.cli.options import Advanced, Command, options_set, refuse_unused
 from ringprof.cli.progress import show_progress
 from ringprof.cli.values import ListOf, Number, Tokens, refuse_missing_module
 from ringprof.cli.write import OutputFile, formats, print_or_write, refuse_unwritable, say, text_style
@@ -86,11 +86,10 @@ def command(
     if unused:
         raise UsageError(f"{unused}: {'not with' if rates else 'goes with'} --rates")
     if model:
-        for option in ("runs", "kernels", "parts", "seconds"):
-            if option in others:
-                raise UsageError(f"{others[option]}: not with --model, which measures layers alone")
-    elif "tokens" in others:
-        raise UsageError("--tokens goes with --model")
+        words = ": not with --model, which measures layers alone"
+        refuse_unused(words, unused=("runs", "kernels", "parts", "seconds"))
+    else:
+        refuse_unused(" goes with --model", unused=("tokens",))
     if rates:
         print_or_write(rates_text(form, output, **sizes), output)
         return

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from msgspec.structs import asdict
 
-from ringprof.cli.options import Command, OneOf, options_set
+from ringprof.cli.options import Command, OneOf, refuse_unused
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import mask_of, masks, on_ranks, run_on_ranks, workload_options
 from ringprof.cli.values import Tokens, refuse_missing_module
@@ -79,9 +79,8 @@ def command(**options: Any) -> int:
 def _model_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a check of a model. Raises `UsageError` where an option of an attention is set."""
     kept = ("target", "device", "world", "time_limit")
-    for name, shown in options_set().items():
-        if name in options and name not in kept:
-            raise UsageError(f"{shown}: not with --model, whose function brings its own batch and mask")
+    words = ": not with --model, whose function brings its own batch and mask"
+    refuse_unused(words, used=(*kept, "form", "of_model"))
     return {name: options[name] for name in kept}
 
 

@@ -9,7 +9,7 @@ import click
 
 from ringprof.cli.options import Decorator, OneOf, all_of
 from ringprof.cli.progress import show_progress
-from ringprof.cli.values import Tokens
+from ringprof.cli.values import Tokens, Whole
 from ringprof.cli.write import text_style
 from ringprof.common.json_object import JsonObject, json_text
 from ringprof.iteration.request import DTYPES
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     from ringprof.prediction.measured_rates import KernelRate
 
 
-def rate_options(*, hidden: bool = False, **attributes: Any) -> Decorator:
+def rate_options(**attributes: Any) -> Decorator:
     """Add the options of `rates_text` to a command; ``attributes`` are further arguments of each option."""
-    attributes["hidden"] = hidden
     return all_of(
         click.option("--seq", type=Tokens(), **attributes,
                      help="With --rates: length in tokens.  [default: 16384 on GPU, 512 on CPU]"),
-        click.option("--heads", default=16, show_default=True, type=click.IntRange(min=1), **attributes,
+        click.option("--heads", default=16, show_default=True, type=Whole(min=1), **attributes,
                      help="With --rates: query heads."),
-        click.option("--kv-heads", type=click.IntRange(min=1), **attributes,
+        click.option("--kv-heads", type=Whole(min=1), **attributes,
                      help="With --rates: key and value heads.  [default: --heads]"),
-        click.option("--head-dim", default=128, show_default=True, type=click.IntRange(min=1), **attributes,
+        click.option("--head-dim", default=128, show_default=True, type=Whole(min=1), **attributes,
                      help="With --rates: head size."),
         click.option("--dtype", type=OneOf(list(DTYPES)), default="bf16", show_default=True, **attributes,
                      help="With --rates: data type of the inputs."),

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set
+from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set, refuse_unused
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import (
     masks,
@@ -20,21 +20,23 @@ from ringprof.cli.recording import (
     workload_of,
     workload_options,
 )
-from ringprof.cli.values import FOR_RECURRENCES, KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens
+from ringprof.cli.replay import REPLAY_ALLOWED, REPLAY_ALONE, print_replay, replay_options
+from ringprof.cli.values import FOR_RECURRENCES, KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens, Whole
 from ringprof.cli.write import OutputFile, formats, say, text_style, write_text
 from ringprof.common.json_object import Options, json_text
 from ringprof.errors import UsageError
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.measured import read_rows, unknown_columns
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.prediction_page import document
 from ringprof.prediction.query import Query, find_run
-from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
+from ringprof.prediction.score import check_rows, check_text
 from ringprof.prediction.text import prediction_text, step_text
 from ringprof.prediction.whole_steps import predict_step, step_dict
 from ringprof.report.page.html import render as page
-from ringprof.report.text import shell_words
+from ringprof.report.text import clean, shell_words
 from ringprof.workload.workload import Workload
 
 DOES_NOT_FIT = 1
@@ -48,19 +50,19 @@ prediction_options = all_of(
     click.option("--forward-only", is_flag=True, help="Skip the backward pass."),
     click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
                  help="Attention kernel; the calibration must have its curves."),
-    click.option("--nodes", "hosts", type=click.IntRange(1, 1 << 16), default=1, show_default=True,
+    click.option("--nodes", "hosts", type=Whole(1, 1 << 16), default=1, show_default=True,
                  help="Number of nodes."),
-    click.option("--gpus-per-node", "gpus_per_host", type=click.IntRange(1, 1024), default=8, show_default=True,
+    click.option("--gpus-per-node", "gpus_per_host", type=Whole(1, 1024), default=8, show_default=True,
                  help="GPUs per node."),
     click.option("--nic", "nic_gbit", type=Number(min=0, min_open=True), metavar="GBIT",
                  help="Line rate of a NIC in Gbit/s; one NIC per GPU unless --gpus-per-nic is set."),
-    click.option("--gpus-per-nic", cls=Advanced, type=click.IntRange(min=1), default=1, show_default=True,
+    click.option("--gpus-per-nic", cls=Advanced, type=Whole(min=1), default=1, show_default=True,
                  help="GPUs per NIC."),
     click.option("--oversubscription", cls=Advanced, type=Number(min=1), default=1.0, show_default=True,
                  help="Ratio of a node's NIC bandwidth to its up-link bandwidth."),
-    click.option("--net-channels", cls=Advanced, type=click.IntRange(1, 64),
+    click.option("--net-channels", cls=Advanced, type=Whole(1, 64),
                  help="Value of NCCL_NCHANNELS_PER_NET_PEER, if it is set."),
-    click.option("--machine", required=True, metavar="FILE_OR_NAME",
+    click.option("--machine", metavar="FILE_OR_NAME",
                  help="Calibration: h200, h100, b200, a800, or a file of `ringprof calibrate`."),
     formats("json"),
 )  # fmt: skip
@@ -96,23 +98,33 @@ def cluster_of(options: Options) -> Cluster:
 @click.option(
     "--like", type=click.Path(), metavar="RUN", help="Predict this recorded run instead of the options above."
 )
-@click.option("--check", type=click.Path(), metavar="CSV", help="Compare published measurements with predictions.")
+@replay_options
+@click.option("--against", type=click.Path(), metavar="CSV", help="Compare published measurements with predictions.")
 @click.option("-o", "--output", type=click.Path(file_okay=False), metavar="FOLDER",
               help="Also write the prediction as run.json and traces, which every other command reads.")  # fmt: skip
 @click.option("--html", type=OutputFile(), help="Also write the prediction as one HTML page.")
 def command(**options: Any) -> int:
     """Predict the performance of a run on a given cluster: time with an interval, memory, exposed communication.
 
+    The times come from the calibration of a machine. With --replay, they come from a recorded run instead: its own
+    blocks and hops in their order, changed as the options say.
+
     \b
     ringprof predict --strategy burst --seq 8388608 --heads 64 --kv-heads 8 --nodes 128 --machine h100 --nic 400
     ringprof predict --like traces/h200x4-zigzag-262144 --machine h200 -o traces/predicted
     ringprof predict --operator gdn --strategy state-scan --seq 1m --heads 16 --machine h200
+    ringprof predict --replay traces/h200x4-burst-65536-two-hosts --link inter-node=10x --slow 3=1.25
     """
     _refuse_conflicts(options)
+    if options["replay"]:
+        print_replay(options, options_set())
+        return 0
+    if not options["machine"]:
+        raise UsageError("Missing option '--machine': a calibration, such as h200, or a file of `ringprof calibrate`")
     machine = read_calibration(options["machine"])
     style = text_style(None)
-    if options["check"]:
-        rows = read_rows(options["check"])
+    if options["against"]:
+        rows = read_rows(options["against"])
         with show_progress("predicting") as notify:
             from ringprof.prediction.schedules import schedule_of
 
@@ -132,6 +144,10 @@ def command(**options: Any) -> int:
         whole_step = {} if step is None else {"step": step_dict(step)}
         click.echo(json_text({**prediction_dict(prediction), **whole_step}), nl=False)
     else:
+        if options["like"]:
+            run = clean(options["like"])
+            note = f"Predicted from the calibration {clean(machine.name)} for the workload of {run}, not replayed"
+            click.echo(style.fit(f"{note} (--replay uses its measured blocks)."))
         click.echo(prediction_text(prediction, style) if step is None else step_text(step, style), nl=False)
     if options["html"]:
         write_text(options["html"], page(document(prediction)))
@@ -142,15 +158,20 @@ def command(**options: Any) -> int:
 
 
 _NETWORK = ("nic_gbit", "gpus_per_nic", "oversubscription", "net_channels")
-_ALWAYS_ALLOWED = {"machine", "form", "output", "html", *_NETWORK}
+_ALLOWED = {
+    "replay": REPLAY_ALLOWED, "like": {"like", "machine", "form", "output", "html", *_NETWORK},
+    "against": {"against", "machine", "form", "gpus_per_host", *_NETWORK},
+}  # fmt: skip
+"""Options that go with each source of a prediction other than the options of a workload."""
 
 
 def _refuse_conflicts(options: Options) -> None:
-    """Raise `UsageError` for an option whose value comes from the run of --like or the table of --check."""
-    for source, allowed in (("like", set()), ("check", {"gpus_per_host"})):
-        for name, shown in options_set().items() if options[source] else ():
-            if name not in _ALWAYS_ALLOWED | allowed | {source}:
-                raise UsageError(f"{shown} beside --{source}: leave one of them out")
+    """Raise `UsageError` for an option that the run of --like or --replay or the table of --against does not use."""
+    for source, allowed in _ALLOWED.items():
+        if options[source]:
+            refuse_unused(f" beside --{source}: leave one of them out", used=allowed)
+    if not options["replay"]:
+        refuse_unused(" goes with --replay RUN", unused=REPLAY_ALONE)
 
 
 def _query(options: Options) -> Query:
@@ -160,7 +181,7 @@ def _query(options: Options) -> Query:
         network = {name: options[name] for name in _NETWORK}
         return replace(query, cluster=replace(query.cluster, **network))
     if not options["strategy"]:
-        raise UsageError("--strategy NAME or --like RUN: say what to predict")
+        raise UsageError("--strategy NAME, --like RUN or --replay RUN: say what to predict")
     return Query(
         options["strategy"], predicted_workload(options), cluster_of(options), options["kernel"], options["hops"],
         params_of(options["params"], "KEY=VALUE"),

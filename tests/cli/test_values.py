@@ -35,7 +35,7 @@ def test_invalid_token_counts_are_refused(text: str) -> None:
     ("arguments", "message"),
     [
         (["advise", "--seq", "1m", "--machine", "h100", "--nic", "50GB"], "'--nic': '50GB' is not a number ("),
-        (["balance", "--seq", "64k", "--world", "x"], "'--world': 'x' is not a whole number ("),
+        (["advise", "--seq", "64k", "--nodes", "x"], "'--nodes': 'x' is not a whole number ("),
     ],
 )
 def test_text_in_place_of_a_number_is_refused(
@@ -62,7 +62,8 @@ def test_completion_names_equal_the_registries() -> None:
         ("ringprof bench --strategies burst,u", ["burst,ulysses", "burst,usp"]),
         ("ringprof record --kernel c", ["cudnn", "cpu-flash"]),
         ("ringprof strategies dou", ["double-ring"]),
-        ("ringprof report --ste", ["--steps"]),
+        ("ringprof report --sho", ["--show"]),
+        ("ringprof report --show hops,ste", ["hops,steps"]),
     ],
 )
 def test_completion_of_commands_options_and_names(words: str, completed: list[str]) -> None:

@@ -1,18 +1,17 @@
-"""``ringprof what-if``: replay a recorded run with changes."""
+"""``ringprof predict --replay``: replay a recorded run with changes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Container
 
 import click
 
-from ringprof.cli.options import Advanced, Command, OneOf
+from ringprof.cli.options import Advanced, all_of
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import params_of
-from ringprof.cli.values import KERNEL_NAMES, Known
-from ringprof.cli.write import formats
+from ringprof.cli.values import Whole
 from ringprof.common.formatting import percent
-from ringprof.common.json_object import json_text
+from ringprof.common.json_object import Options, json_text
 from ringprof.common.validation import whole
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import base_for, read_calibration
@@ -20,7 +19,7 @@ from ringprof.prediction.fit import observed_run
 from ringprof.prediction.query import find_run
 from ringprof.prediction.text import PART_LABELS
 from ringprof.prediction.what_if import Changes, WhatIf, what_if
-from ringprof.report.text import duration
+from ringprof.report.text import clean, duration
 
 _LINKS = {"intra-node": "same_host", "inter-node": "other_host"}
 """Classes of links by their names on the command line; a calibration's own names work, too."""
@@ -28,53 +27,53 @@ _NOTABLE = 0.05
 """Share of the whole change from which the change of a part is named."""
 
 
-@click.command("what-if", cls=Command)
-@click.argument("run", type=click.Path())
-@click.option(
-    "--link", "links", multiple=True, metavar="LINK=FACTOR",
-    help="Speed up the links within nodes (intra-node=2x) or between nodes (inter-node=2x).",
+replay_options = all_of(
+    click.option("--replay", type=click.Path(), metavar="RUN",
+                 help="Replay the measured blocks and hops of this recorded run, with changes: --link, --slow,"
+                 " --kernel-speed, --ranks-per-node, --kernel, --hops, --kv-heads, -p."),
+    click.option("--link", "links", cls=Advanced, multiple=True, metavar="LINK=FACTOR",
+                 help="With --replay: speed up the links within nodes (intra-node=2x) or between nodes"
+                 " (inter-node=2x)."),
+    click.option("--slow", cls=Advanced, multiple=True, metavar="RANK=FACTOR",
+                 help="With --replay: slow the blocks of a rank down, such as 3=1.25."),
+    click.option("--kernel-speed", cls=Advanced, default="1x", show_default=True, metavar="FACTOR",
+                 help="With --replay: speed up attention kernels."),
+    click.option("--ranks-per-node", "ranks_per_host", cls=Advanced, type=Whole(min=1),
+                 help="With --replay: number of neighbouring ranks per node."),
 )  # fmt: skip
-@click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="Slow the blocks of a rank down, such as 3=1.25.")
-@click.option("--kernel-speed", default="1x", show_default=True, metavar="FACTOR", help="Speed up attention kernels.")
-@click.option("--kernel", type=Known(tuple(name for name in KERNEL_NAMES if name != "auto")),
-              help="Attention kernel; the calibration must have its curves and those of the run's kernel.")  # fmt: skip
-@click.option("--hops", type=OneOf(["nccl", "copy"]), help="Intra-node transport: NCCL or CUDA copy engines.")
-@click.option(
-    "--ranks-per-node",
-    "ranks_per_host",
-    cls=Advanced,
-    type=click.IntRange(min=1),
-    help="Number of neighbouring ranks per node.",
-)
-@click.option("--kv-heads", type=click.IntRange(min=1), help="Number of key and value heads.")
-@click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Change a parameter of the strategy.")
-@click.option("--machine", metavar="FILE_OR_NAME",
-              help="Calibration for figures that the run does not have.  [default: by its device]")  # fmt: skip
-@formats("json")
-def command(**options: Any) -> int:
-    """Replay the blocks and hops of a recorded run, then replay them with changes.
+"""Decorator that adds the options of a replay with changes, beside those of a prediction."""
+REPLAY_ALONE = ("links", "slow", "kernel_speed", "ranks_per_host")
+REPLAY_ALLOWED = {*REPLAY_ALONE, "replay", "kernel", "hops", "kv_heads", "params", "machine", "form"}
+"""Options that a replay has by themselves, and all that go with it."""
 
-    \b
-    ringprof what-if traces/h200x4-zigzag-262144 --hops copy
-    ringprof what-if traces/h200x4-burst-65536-two-hosts --link inter-node=10x --slow 3=1.25
-    """
-    run = find_run(options["run"])
+
+def print_replay(options: Options, chosen: Container[str]) -> None:
+    """Replay the run of --replay with the changes and print the result; ``chosen`` are the options that are set."""
+    for name in ("kernel", "hops"):
+        if options[name] == "auto" and name in chosen:
+            raise UsageError(f"--{name} auto: does not go with --replay: name one, or leave the option out")
+    run = find_run(options["replay"])
     machine = read_calibration(options["machine"]) if options["machine"] else base_for(run.environment.devices[0])
     changes = Changes(
         links={_LINKS.get(name, name): _factor("--link", value) for name, value in _pairs(options["links"], "--link")},
         slow={_rank(name): _factor("--slow", value) for name, value in _pairs(options["slow"], "--slow")},
-        kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), kernel=options["kernel"],
-        hops=options["hops"], hosts_of=options["ranks_per_host"],
+        kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), hosts_of=options["ranks_per_host"],
+        kernel=None if options["kernel"] == "auto" else options["kernel"],
+        hops=None if options["hops"] == "auto" else options["hops"],
         kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip
     with show_progress("replaying"):
-        result = what_if(observed_run(options["run"], machine), machine, changes)
-    click.echo(json_text(result.as_dict()) if options["form"] == "json" else _text(result, changes), nl=False)
-    return 0
+        result = what_if(observed_run(options["replay"], machine), machine, changes)
+    text = (
+        json_text(result.as_dict()) if options["form"] == "json" else _text(clean(options["replay"]), result, changes)
+    )
+    click.echo(text, nl=False)
 
 
-def _text(result: WhatIf, changes: Changes) -> str:
+def _text(name: str, result: WhatIf, changes: Changes) -> str:
+    changed = " with changes" if changes != Changes() else ""
     lines = [
+        f"REPLAYED: the measured blocks and hops of {name}{changed}",
         f"recorded  {duration(result.recorded_ns)}, the profiled iteration's slowest rank",
         f"replayed  {duration(result.replayed_ns)}: off by {percent(result.replay_error)}",
     ]
