@@ -38,7 +38,6 @@ _OF_TUNING = ("machine", "top", "rounds", "minutes")
 @masks
 @scores_and_heads
 @records
-@click.option("--forward-only", is_flag=True, help="Skip the backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",
               help="Parameter of all strategies, or of strategy NAME only; repeatable.")  # fmt: skip
 @click.option("--until-decided", is_flag=True,

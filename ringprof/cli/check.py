@@ -34,7 +34,6 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
 @workload_options(heads=None, head_dim=64)
 @on_ranks
 @click.option("--softmax-scale", type=float, help="Scale that the attention applies.  [default: 1/sqrt(head_dim)]")
-@click.option("--forward-only", is_flag=True, help="Do not check gradients.")
 @click.option("--tensor-format", type=OneOf(TENSOR_FORMATS), default="bshd", show_default=True,
               help="Order of batch, sequence, heads and head_dim in q, k, v and the output.")  # fmt: skip
 @click.option("--calls", default=CALLS, show_default=True,

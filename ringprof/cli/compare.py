@@ -12,7 +12,7 @@ import click
 from ringprof.cli.gate import gate, gated
 from ringprof.cli.options import Command, refuse_unused
 from ringprof.cli.progress import show_progress
-from ringprof.cli.reading import reads_traces
+from ringprof.cli.reading import reads_traces, refuse_unread
 from ringprof.cli.write import OutputFile, formats, print_or_write, text_style, to_file, write_text
 from ringprof.common.json_object import json_text
 from ringprof.errors import RingprofError, UsageError
@@ -73,6 +73,7 @@ def command(
         return 0
     with show_progress("reading") as notify:
         comparison = compare(*_sides(paths), reading=replace(reading, notify=notify), same_work=same_work)
+    refuse_unread(entry.source for entry in comparison.entries)
     scores = _scores_of_run(base, others)
     if form == "json":
         text = shown.render_json(comparison, **({} if scores is None else {"scores": scores_dict(scores)}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,26 @@ from ringprof.cli.recording import (
     workload_of,
     workload_options,
 )
-from ringprof.cli.replay import REPLAY_ALLOWED, REPLAY_ALONE, print_replay, replay_options
 from ringprof.cli.values import FOR_RECURRENCES, KERNEL_NAMES, STRATEGIES, Known, Number, StrategyName, Tokens, Whole
 from ringprof.cli.write import OutputFile, formats, say, text_style, write_text
+from ringprof.common.formatting import percent
 from ringprof.common.json_object import Options, json_text
+from ringprof.common.validation import whole
 from ringprof.errors import UsageError
 from ringprof.prediction.as_run import write_prediction
-from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.calibration import base_for, read_calibration
+from ringprof.prediction.fit import observed_run
 from ringprof.prediction.measured import read_rows, unknown_columns
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.prediction_page import document
 from ringprof.prediction.query import Query, find_run
 from ringprof.prediction.score import check_rows, check_text
-from ringprof.prediction.text import prediction_text, step_text
+from ringprof.prediction.text import PART_LABELS, prediction_text, step_text
+from ringprof.prediction.what_if import Changes, WhatIf, what_if
 from ringprof.prediction.whole_steps import predict_step, step_dict
 from ringprof.report.page.html import render as page
-from ringprof.report.text import clean, shell_words
+from ringprof.report.text import clean, duration, shell_words
 from ringprof.workload.workload import Workload
 
 DOES_NOT_FIT = 1
@@ -47,7 +51,6 @@ prediction_options = all_of(
     workload_options(),
     masks,
     scores_and_heads,
-    click.option("--forward-only", is_flag=True, help="Skip the backward pass."),
     click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
                  help="Attention kernel; the calibration must have its curves."),
     click.option("--nodes", "hosts", type=Whole(1, 1 << 16), default=1, show_default=True,
@@ -81,6 +84,26 @@ def cluster_of(options: Options) -> Cluster:
     return Cluster(**{field.name: options[field.name] for field in fields(Cluster) if field.name in options})
 
 
+_replay_options = all_of(
+    click.option("--replay", type=click.Path(), metavar="RUN",
+                 help="Replay the measured blocks and hops of this recorded run, with changes: --link, --slow,"
+                 " --kernel-speed, --ranks-per-node, --kernel, --hops, --kv-heads, -p."),
+    click.option("--link", "links", cls=Advanced, multiple=True, metavar="LINK=FACTOR",
+                 help="With --replay: speed up the links within nodes (intra-node=2x) or between nodes"
+                 " (inter-node=2x)."),
+    click.option("--slow", cls=Advanced, multiple=True, metavar="RANK=FACTOR",
+                 help="With --replay: slow the blocks of a rank down, such as 3=1.25."),
+    click.option("--kernel-speed", cls=Advanced, default="1x", show_default=True, metavar="FACTOR",
+                 help="With --replay: speed up attention kernels."),
+    click.option("--ranks-per-node", "ranks_per_host", cls=Advanced, type=Whole(min=1),
+                 help="With --replay: number of neighbouring ranks per node."),
+)  # fmt: skip
+"""Decorator that adds the options of a replay with changes, beside those of a prediction."""
+_REPLAY_ALONE = ("links", "slow", "kernel_speed", "ranks_per_host")
+_REPLAY = {*_REPLAY_ALONE, "replay", "kernel", "hops", "kv_heads", "params", "machine", "form"}
+"""Options that a replay has by themselves, and all that go with it."""
+
+
 @click.command("predict", cls=Command)
 @click.option("--strategy", metavar="NAME", type=StrategyName(STRATEGIES + FOR_RECURRENCES),
               help="Context-parallel strategy: a name from `ringprof strategies`, or package.module:Class."
@@ -98,7 +121,7 @@ def cluster_of(options: Options) -> Cluster:
 @click.option(
     "--like", type=click.Path(), metavar="RUN", help="Predict this recorded run instead of the options above."
 )
-@replay_options
+@_replay_options
 @click.option("--against", type=click.Path(), metavar="CSV", help="Compare published measurements with predictions.")
 @click.option("-o", "--output", type=click.Path(file_okay=False), metavar="FOLDER",
               help="Also write the prediction as run.json and traces, which every other command reads.")  # fmt: skip
@@ -117,7 +140,7 @@ def command(**options: Any) -> int:
     """
     _refuse_conflicts(options)
     if options["replay"]:
-        print_replay(options, options_set())
+        _print_replay(options, options_set())
         return 0
     if not options["machine"]:
         raise UsageError("Missing option '--machine': a calibration, such as h200, or a file of `ringprof calibrate`")
@@ -159,7 +182,7 @@ def command(**options: Any) -> int:
 
 _NETWORK = ("nic_gbit", "gpus_per_nic", "oversubscription", "net_channels")
 _ALLOWED = {
-    "replay": REPLAY_ALLOWED, "like": {"like", "machine", "form", "output", "html", *_NETWORK},
+    "replay": _REPLAY, "like": {"like", "machine", "form", "output", "html", *_NETWORK},
     "against": {"against", "machine", "form", "gpus_per_host", *_NETWORK},
 }  # fmt: skip
 """Options that go with each source of a prediction other than the options of a workload."""
@@ -171,7 +194,7 @@ def _refuse_conflicts(options: Options) -> None:
         if options[source]:
             refuse_unused(f" beside --{source}: leave one of them out", used=allowed)
     if not options["replay"]:
-        refuse_unused(" goes with --replay RUN", unused=REPLAY_ALONE)
+        refuse_unused(" goes with --replay RUN", unused=_REPLAY_ALONE)
 
 
 def _query(options: Options) -> Query:
@@ -186,3 +209,105 @@ def _query(options: Options) -> Query:
         options["strategy"], predicted_workload(options), cluster_of(options), options["kernel"], options["hops"],
         params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip
+
+
+# --- replaying a recorded run with changes ------------------------------------------------------------
+
+_LINKS = {"intra-node": "same_host", "inter-node": "other_host"}
+"""Classes of links by their names on the command line; a calibration's own names work, too."""
+_NOTABLE = 0.05
+"""Share of the whole change from which the change of a part is named."""
+
+
+def _print_replay(options: Options, chosen: Container[str]) -> None:
+    """Replay the run of --replay with the changes and print the result; ``chosen`` are the options that are set."""
+    for name in ("kernel", "hops"):
+        if options[name] == "auto" and name in chosen:
+            raise UsageError(f"--{name} auto: does not go with --replay: name one, or leave the option out")
+    run = find_run(options["replay"])
+    machine = read_calibration(options["machine"]) if options["machine"] else base_for(run.environment.devices[0])
+    changes = Changes(
+        links={_LINKS.get(name, name): _factor("--link", value) for name, value in _pairs(options["links"], "--link")},
+        slow={_rank(name): _factor("--slow", value) for name, value in _pairs(options["slow"], "--slow")},
+        kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), hosts_of=options["ranks_per_host"],
+        kernel=None if options["kernel"] == "auto" else options["kernel"],
+        hops=None if options["hops"] == "auto" else options["hops"],
+        kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
+    )  # fmt: skip
+    with show_progress("replaying"):
+        result = what_if(observed_run(options["replay"], machine), machine, changes)
+    text = (
+        json_text(result.as_dict()) if options["form"] == "json" else _text(clean(options["replay"]), result, changes)
+    )
+    click.echo(text, nl=False)
+
+
+def _text(name: str, result: WhatIf, changes: Changes) -> str:
+    changed = " with changes" if changes != Changes() else ""
+    lines = [
+        f"REPLAYED: the measured blocks and hops of {name}{changed}",
+        f"recorded  {duration(result.recorded_ns)}, the profiled iteration's slowest rank",
+        f"replayed  {duration(result.replayed_ns)}: off by {percent(result.replay_error)}",
+    ]
+    if changes == Changes():
+        lines.append("nothing changed: name --link, --slow, --kernel-speed, --kernel, --hops or --ranks-per-node")
+    else:
+        word = "less" if result.gain >= 0 else "more"
+        low, high = map(duration, result.range_ns)
+        lines += [
+            f"PREDICTED {duration(result.changed_ns)} ({low} to {high}): {percent(abs(result.gain))} {word} than the"
+            " replay",
+            f"change    {_change(result)}",
+            f"range     {_range(result, changes)}",
+        ]
+        if abs(result.gain) < abs(result.replay_error):
+            lines.append("the change is smaller than the replay's error")
+    return "\n".join(lines) + "\n"
+
+
+def _range(result: WhatIf, changes: Changes) -> str:
+    """Say what the range of a prediction holds, and why it is no 80 % interval where it is none."""
+    if result.is_interval:
+        return "80 % interval, by three recorded pairs that differ in the transport of hops"
+    kernels = ", and by the spread of both kernels' curves" if changes.kernel else ""
+    return (
+        "no 80 % interval: such a change was not checked against pairs of recorded runs, so the model's error for it is"
+        " unknown. This is the middle 80 % over draws of the machine's figures, widened by the replay's error" + kernels
+    )
+
+
+def _change(result: WhatIf) -> str:
+    """Name the parts of the slowest rank's time that change most, largest first."""
+    changed = sorted(result.parts_ns.items(), key=lambda part: -abs(part[1]))
+    least_ns = _NOTABLE * abs(result.changed_ns - result.replayed_ns)
+    shown = [f"{PART_LABELS[part]} {'-' if ns < 0 else '+'}{duration(abs(ns))}" for part, ns in changed
+             if abs(ns) > least_ns]  # fmt: skip
+    return f"{'; '.join(shown) or 'none'}; on the slowest rank"
+
+
+def _pairs(texts: tuple[str, ...], option: str) -> list[tuple[str, str]]:
+    """Split values of an option at ``=``. Raises `UsageError`."""
+    pairs = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"{option} {text!r}: write NAME=FACTOR")
+        pairs.append((name, value))
+    return pairs
+
+
+def _rank(text: str) -> int:
+    rank = whole(text)
+    if rank is None:
+        raise UsageError(f"--slow {text!r}: write RANK=FACTOR, such as 3=1.25")
+    return rank
+
+
+def _factor(option: str, text: str) -> float:
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0.001 <= factor <= 1000:
+        raise UsageError(f"{option}: {text!r} is not a factor: write 2x, or 0.5x")
+    return factor

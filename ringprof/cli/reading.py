@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import click
 
-from ringprof.cli.options import Advanced, all_of
+from ringprof.cli.options import Advanced, all_of, refuse_unused
 from ringprof.cli.values import Whole
 from ringprof.common.files import is_file
 from ringprof.errors import InputError
@@ -51,6 +51,13 @@ def newest_or(paths: Sequence[str]) -> Sequence[str]:
     if not paths and not is_file(NEWEST):
         raise InputError(f"{NEWEST}: no run here yet: give a path, or record one with: ringprof record --help")
     return paths or (NEWEST,)
+
+
+def refuse_unread(sources: Iterable[str]) -> None:
+    """Raise `UsageError` for an option of traces if the sources of all measurements are printed tables or logs."""
+    if {*sources} <= {"table", "log"}:
+        unused = {*_NAMES} - {"memory_bytes", "limit_bytes"}
+        refuse_unused(": not for printed tables and benchmark logs", unused=unused)
 
 
 def reads_traces(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,7 +55,6 @@ from ringprof.run import Run
 @layers
 @scores_and_heads
 @records
-@click.option("--forward-only", is_flag=True, help="Skip the backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="Parameter of the strategy (see `ringprof strategies NAME`); repeatable.")  # fmt: skip
 @click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),

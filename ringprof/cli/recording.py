@@ -50,6 +50,7 @@ def workload_options(*, heads: int | None = 40, head_dim: int = 128) -> Decorato
         click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask or full attention."),
         click.option("--dtype", type=OneOf(list(DTYPES)), default="bf16", show_default=True,
                      help="Data type of the inputs."),
+        click.option("--forward-only", is_flag=True, help="Skip the backward pass."),
     )  # fmt: skip
 
 

@@ -135,22 +135,12 @@ def test_colour_can_be_forced_and_disabled(
     assert code == 0 and ("\x1b[1m" in out) is colour
 
 
-def test_pipe_gets_all_columns_and_terminal_what_fits() -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [
-        sys.executable,
-        "-m",
-        "ringprof",
-        "report",
-        str(TRACES / "h200x4-burst-65536-two-hosts"),
-        "--show",
-        "hops",
-        "--all",
-    ]
-    piped, narrow = (
-        subprocess.run([*command, *more], capture_output=True, text=True, env=kept, check=True, cwd=ROOT).stdout
-        for more in ([], ["--width", "80"])
-    )
+def test_pipe_gets_all_columns_and_terminal_what_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    command = ["report", str(TRACES / "h200x4-burst-65536-two-hosts"), "--show", "hops", "--all"]
+    piped, narrow = (run(capsys, *command, *more)[1] for more in ([], ["--width", "80"]))
     assert "to  from     MB" in piped and "no room" not in piped and "…" not in piped
     assert "no room for" in narrow and max(map(len, narrow.splitlines())) <= 80
 

@@ -92,6 +92,8 @@ LOG = str(next(LOGS.glob("001_*")))
         (["report", str(TRACES / "cpu4-burst-4096"), "--show", "rows"], "--show rows: not for a run or traces"),
         (["report", str(TRACES / "cpu4-burst-4096"), "--csv", "rows"], "no table rows of a run or traces"),
         (["report", str(TRACES / "cpu4-burst-4096"), "--machine", "h20"], "(did you mean 'h200'?)"),
+        (["compare", LOG, LOG, "--window", "x"], "--window: not for printed tables and benchmark logs"),
+        (["plot", "comparison", LOG, LOG, "--jobs", "2"], "--jobs: not for printed tables and benchmark logs"),
         (["bench", "--seq", "1k"], "--strategies: name those to record, or let --until-decided choose"),
         (["bench", "--seq", "1k", "--strategies", "ring", "--rounds", "4"], "--rounds goes with --until-decided"),
         (["bench", "--until-decided", "--seq", "1k,2k"], "at one --seq"),
