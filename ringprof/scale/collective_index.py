@@ -28,15 +28,9 @@ class _Calls(msgspec.Struct):
     """Host -> for each call, the host's last rank to begin it."""
 
 
-class KnownCalls(msgspec.Struct, frozen=True):
-    """Matched calls of one kind in one group, as its ranks need them; plain data."""
-
-    peers_ready_ns: Int64
-    """Latest start over the group, per call, on the common clock."""
-    last_rank: Int64
-    """Rank with the latest start, per call."""
-    clock_error_ns: dict[int, int]
-    """Rank -> largest possible error between the clocks of the group's hosts and its own."""
+KnownCalls = tuple[Int64, Int64, dict[int, int]]
+"""Matched calls of one kind in one group, as its ranks need them. Per call: the latest start over the group on the
+common clock, and its rank. By rank: the largest possible error between its clock and those of the group's hosts."""
 
 
 class CollectiveExtract(msgspec.Struct, frozen=True):
@@ -56,8 +50,9 @@ class CollectiveExtract(msgspec.Struct, frozen=True):
     def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
         """Return what the group's other ranks did in the calls of ``rank``."""
         calls = self.calls[group, kind]
-        assert isinstance(calls, KnownCalls)
-        return AbsentPeers(rows, calls.peers_ready_ns, calls.last_rank, calls.clock_error_ns[rank])
+        assert not isinstance(calls, str)
+        peers_ready_ns, last_rank, clock_error_ns = calls
+        return AbsentPeers(rows, peers_ready_ns, last_rank, clock_error_ns[rank])
 
 
 class CollectiveIndex:
@@ -129,4 +124,4 @@ class CollectiveIndex:
             clock_errors, host_number = clocks.residuals()
             hosts = sorted({host_number[clocks.host[rank]] for rank in calls.counts})
             errors_ns = {rank: int(clock_errors[host_number[clocks.host[rank]], hosts].max()) for rank in local_ranks}
-        return KnownCalls(peers_ready, last_rank, errors_ns)
+        return peers_ready, last_rank, errors_ns

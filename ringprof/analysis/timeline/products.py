@@ -85,7 +85,7 @@ def cpu_products(trace: Trace, window: Window) -> tuple[Product, ...]:
 
 
 def _innermost_products(records: FlopRecords) -> npt.NDArray[np.bool_]:
-    mask: npt.NDArray[np.bool_] = find_nesting(records).innermost & (records.m != NONE)
+    mask: npt.NDArray[np.bool_] = find_nesting(records)[1] & (records.m != NONE)
     return mask
 
 
