@@ -11,8 +11,8 @@ import msgspec
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.transfers.hops import PeerBlock, Split
 from ringprof.analysis.transfers.matching import Matches
-from ringprof.analysis.transfers.transfers import Group, Message, Transfer
-from ringprof.trace.columns import Trace
+from ringprof.analysis.transfers.transfers import Group, Transfer
+from ringprof.trace.columns import Message, Trace
 from ringprof.trace.reduced import read_reduced
 
 

@@ -22,13 +22,12 @@ from ringprof.printed.communication.operations import (
     STARTED,
     Group,
     KnownTimes,
-    Message,
     Operation,
     RankLog,
     bytes_of,
 )
 from ringprof.printed.communication.pickle_values import decode_values
-from ringprof.trace.columns import Notice
+from ringprof.trace.columns import Message, Notice
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
