@@ -33,6 +33,7 @@ from ringprof.prediction.calibration import (
     Link,
     Nccl,
     Value,
+    unmeasured_kernel,
 )
 from ringprof.prediction.host_model import count_kinds, fit_host_times
 from ringprof.prediction.measure_recurrences import measure_recurrences
@@ -229,11 +230,7 @@ def _with_samples(current: Sequence[KernelFigures], samples: Sequence[KernelSamp
         kernel_samples = [
             msgspec.structs.replace(sample, source="ringprof calibrate") for sample in samples if sample.source == name
         ]
-        unknown = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-        figures = by_name.get(name) or KernelFigures(
-            name=name, fills_device=False, tail=unknown, lead=unknown, samples=[]
-        )
-        by_name[name] = msgspec.structs.replace(figures, samples=kernel_samples)
+        by_name[name] = msgspec.structs.replace(by_name.get(name) or unmeasured_kernel(name), samples=kernel_samples)
     return [kernel for kernel in by_name.values() if kernel.samples] or list(current)
 
 

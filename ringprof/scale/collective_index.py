@@ -18,7 +18,7 @@ from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int64
 
 
-class _Calls(msgspec.Struct):
+class _GroupCalls(msgspec.Struct):
     """Calls of one kind in one group."""
 
     counts: dict[int, int] = msgspec.field(default_factory=dict)
@@ -60,7 +60,7 @@ class CollectiveIndex:
 
     def __init__(self, host: Mapping[int, int]) -> None:
         self._host = host
-        self._calls: dict[tuple[Group, str], _Calls] = defaultdict(_Calls)
+        self._calls: dict[tuple[Group, str], _GroupCalls] = defaultdict(_GroupCalls)
 
     def add(self, rank: int, transfers: Sequence[Transfer]) -> None:
         """Add the transfers of one rank, in order."""
@@ -74,7 +74,7 @@ class CollectiveIndex:
             end = np.array([call.end_ns for call in calls], np.int64)
             self._merge(self._calls[groups[number], kind], rank, CollectiveTimes(start, end, end))
 
-    def _merge(self, calls: _Calls, rank: int, times: CollectiveTimes) -> None:
+    def _merge(self, calls: _GroupCalls, rank: int, times: CollectiveTimes) -> None:
         """Merge one rank's times into those of its host."""
         calls.counts[rank] = len(times.last_end)
         host = self._host[rank]
@@ -103,11 +103,11 @@ class CollectiveIndex:
         known = {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
         return CollectiveExtract(known)
 
-    def _mismatch(self, group: Group, calls: _Calls) -> str:
+    def _mismatch(self, group: Group, calls: _GroupCalls) -> str:
         """Return why a group's calls are not matched; empty where they are."""
         return collective_mismatch(group, self._host.keys(), calls.counts)
 
-    def _known_calls(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
+    def _known_calls(self, group: Group, calls: _GroupCalls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
         """Return a group's calls as its ranks among ``ranks`` need them, or why they are not matched."""
         reason = self._mismatch(group, calls)
         if reason:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.copy_waits import CopyHop, CopyPeers, blocked_on_peers, copy_hops
+from ringprof.analysis.copy_waits import CopiedHop, CopyPeers, blocked_on_peers, copy_hops
 from ringprof.analysis.cross_checks import warn_of_other_counts
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
@@ -116,7 +116,7 @@ class RankExplanation(msgspec.Struct, frozen=True):
     """Collectives whose group no record names."""
     kernels: Sequence[RankKernel] = ()
     """Activities of the rank's device by name, until they are summed over ranks."""
-    copies: tuple[CopyHop, ...] = ()
+    copies: tuple[CopiedHop, ...] = ()
     """Hops of the rank that use the copy engine."""
 
 

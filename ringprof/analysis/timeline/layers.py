@@ -100,7 +100,7 @@ class _Points(NamedTuple):
         return owner
 
 
-class Layers:
+class TraceLayers:
     """The layers of one rank's trace; ``names`` is empty where it shows none."""
 
     def __init__(self, trace: Trace, attention_ns: Int64, thread: Int64) -> None:
@@ -258,7 +258,7 @@ def device_layers(
     time = np.where(launched, np.append(trace.launches.start_ns, NONE)[launch], NONE)
     thread = np.where(launched, np.append(trace.launches.thread, NONE)[launch], NONE)
     attention, communication = rows.of(*ATTENTION) & launched, rows.of(*COMMUNICATION)
-    layers = Layers(trace, time[attention], thread[attention])
+    layers = TraceLayers(trace, time[attention], thread[attention])
     if not layers.names:
         return ()
     layer, in_backward = layers.of(time, thread)
@@ -301,7 +301,7 @@ def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
     start, end, kind, thread = outermost_operators(trace)
     start, end = np.clip(start, window_start, window_end), np.clip(end, window_start, window_end)
     attention = is_kind(kind, *ATTENTION) & (end > start)
-    layers = Layers(trace, start[attention], thread[attention])
+    layers = TraceLayers(trace, start[attention], thread[attention])
     if not layers.names:
         return ()
     communication = find_communication(trace, window_start, window_end)

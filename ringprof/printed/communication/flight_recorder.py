@@ -105,8 +105,10 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
         notices.append(Notice("wrong_rank", f"{text}: rename the file after the rank in the job", rank))
     library = dump.comm_lib_version or dump.nccl_version
     backend = entries[0].profiling_name.partition(":")[0] if entries else ""
+    batches = sorted(_batches(entries), key=lambda batch: batch[1].record_id if not batch[0] else batch[0][0].record_id)
+    operations = [_operation(members, timed, groups, rank) for members, timed in batches]
     return RankLog(
-        path=name, source="flight_recorder", rank=rank, operations=_operations(entries, groups, rank),
+        path=name, source="flight_recorder", rank=rank, operations=operations,
         groups=groups, versions=tuple(text for text in (
             f"PyTorch Flight Recorder {dump.version}",
             f"{'NCCL ' if backend == 'nccl' else ''}{library}" if library else backend,
@@ -152,12 +154,6 @@ def _groups(dump: _Dump) -> dict[str, Group]:
             "world" if label == "default_pg" else label if clear else f"group {name}", ranks, len(ranks)
         )
     return groups
-
-
-def _operations(entries: Iterable[_Entry], groups: Mapping[str, Group], rank: int) -> list[Operation]:
-    """Convert the entries to operations, in the order in which they were posted."""
-    batches = sorted(_batches(entries), key=lambda batch: batch[1].record_id if not batch[0] else batch[0][0].record_id)
-    return [_operation(members, timed, groups, rank) for members, timed in batches]
 
 
 def _batches(entries: Iterable[_Entry]) -> Iterator[tuple[list[_Entry], _Entry]]:
