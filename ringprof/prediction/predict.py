@@ -40,10 +40,9 @@ from ringprof.prediction.machine import (
     estimate,
 )
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
-from ringprof.prediction.query import Query
+from ringprof.prediction.query import Query, stand_in
 from ringprof.prediction.recurrence_curves import recurrence_curves_of
 from ringprof.prediction.simulator import Timeline, simulate
-from ringprof.prediction.stand_ins import stand_in
 from ringprof.report.text import binary_size
 
 _SCHEMA = "ringprof.prediction/1"

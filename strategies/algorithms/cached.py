@@ -25,8 +25,8 @@ from ..kernels.merge import merge_rows, wide_type, with_sinks
 from ..kernels.uncompiled import uncompiled
 from ..masks.cache_layout import CacheLayout
 from ..masks.layouts import ALL, LAYOUTS, Block, part
-from ..transport.collectives import Collective
 from ..transport.passes import in_pass
+from ..transport.ring_channel import Collective
 
 
 @dataclass(frozen=True)
