@@ -80,11 +80,14 @@ def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopiedHop, ..
     receivers = _recorded_receivers(run, rank)
     posting = _Posting(detail)
     hops, hops_of_channel = [], dict[str, int]()
-    for range_index in dict.fromkeys(range_of_copy[range_of_copy != NONE].tolist()):
-        hop_copies = copies[range_of_copy == range_index]
+    copies_of_range: dict[int, list[int]] = {}
+    for range_index, copy in zip(range_of_copy.tolist(), copies.tolist(), strict=True):
+        copies_of_range.setdefault(range_index, []).append(copy)
+    copies_of_range.pop(NONE, None)
+    for range_index, hop_copies in copies_of_range.items():
         match = matches[int(ranges.name[send_ranges[range_index]])]
         channel = match["channel"]
-        first_copy = int(hop_copies[0])
+        first_copy = hop_copies[0]
         hops.append(
             CopiedHop(
                 channel=channel,
@@ -129,18 +132,18 @@ class _Posting:
         on_device = self._rows.device == detail.device
         known = np.flatnonzero((self._launch != NONE) & on_device)
         self._order = known[np.argsort(self._launch[known], kind="stable")]
-        self._copies = detail.classified.kind == CODE["copy_engine"]
+        self._computing = self._order[detail.classified.kind[self._order] != CODE["copy_engine"]]
+        self._computing_launch = self._launch[self._computing]
         self._latest: dict[int, tuple[Int64, Int64]] = {}
 
     def posted_ns(self, copy: int) -> int:
         """Return the time at which the rank posted the hop whose first copy is activity ``copy``."""
         launch = int(self._launch[copy])
-        before = self._order[: np.searchsorted(self._launch[self._order], launch)]
-        computing = before[~self._copies[before]]
+        computing_before = int(np.searchsorted(self._computing_launch, launch))
         returned = int(self._launches.end_ns[launch])
         streams = {int(self._rows.stream[copy])}
-        if len(computing):
-            streams.add(int(self._rows.stream[computing[-1]]))
+        if computing_before:
+            streams.add(int(self._rows.stream[self._computing[computing_before - 1]]))
         return max([returned, *(self._stream_ended_ns(stream, launch) for stream in streams)])
 
     def _stream_ended_ns(self, stream: int, launch: int) -> int:
