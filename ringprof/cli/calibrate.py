@@ -41,7 +41,7 @@ from ringprof.report.text import clean, shell_words
 from ringprof.workload.workload import Workload
 
 if TYPE_CHECKING:
-    from ringprof.prediction.measured_rates import KernelRate
+    from ringprof.prediction.measured_rates import MaskRate
 
 _OUTPUT = "machine.json"
 """File that is written if the command line names none."""
@@ -247,7 +247,7 @@ def _rates_text(
     return "\n".join(lines) + "\n"
 
 
-def _table(rates: Iterable[KernelRate], factor: float) -> Table:
+def _table(rates: Iterable[MaskRate], factor: float) -> Table:
     """Build a table with one row per usable kernel and two columns, forward and backward, per mask."""
     by_kernel: dict[str, JsonObject] = {}
     for rate in rates:

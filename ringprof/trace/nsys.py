@@ -265,7 +265,11 @@ def _traces(export: _Export) -> list[Trace]:
     base, host, devices = _base_ns(export), _host(export), _devices(export)
     rank = rank_in_name(export.path) if len(activities) == 1 else None
     nccl_rows, nccl_calls = _nccl_calls(export)
-    members = _members(nccl_rows, nccl_calls)
+    communicators = CommunicatorRanks()
+    for process, own_rows in _by_process(nccl_rows).items():
+        for index in distinct(own_rows["call"]).tolist():
+            communicators.add(nccl_calls[index], process)
+    members = communicators.members()
     order = _rank_order(activities, members)
     rank_of = {process: index if rank is None else rank for index, process in enumerate(order)}
     ranks = {
@@ -409,15 +413,6 @@ def _nccl_names(export: _Export) -> dict[int, str]:
                 names[key] = text
                 export.budget.take(bytes_of_text(text), export.path)
     return names
-
-
-def _members(rows: _Rows, calls: list[NcclCall]) -> dict[int, tuple[int, ...]]:
-    """Return the processes of each communicator, in the order of its ranks."""
-    communicators = CommunicatorRanks()
-    for process, own_rows in _by_process(rows).items():
-        for index in distinct(own_rows["call"]).tolist():
-            communicators.add(calls[index], process)
-    return communicators.members()
 
 
 def _rank_order(activities: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]]) -> list[int]:

@@ -52,6 +52,7 @@ def capture(
     strategy: Strategy | Sequence[Strategy] | None = None,
     model: torch.nn.Module | None = None,
     record_shapes: bool = False,
+    strict: bool = False,
 ) -> AbstractContextManager[None]:
     """Profile a block of your own program on every rank that runs it; see `ringprof.training.capture.capture`.
 
@@ -63,7 +64,7 @@ def capture(
 
     return profile(
         folder, workload, name=name, group=group, strategy=strategy, model=model, record_shapes=record_shapes,
-        reduce=reduce_file,
+        strict=strict, reduce=reduce_file,
     )  # fmt: skip
 
 

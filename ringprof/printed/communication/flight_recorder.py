@@ -23,13 +23,12 @@ from ringprof.printed.communication.operations import (
     STARTED,
     Group,
     KnownTimes,
-    Message,
     Operation,
     RankLog,
     bytes_of,
 )
 from ringprof.printed.communication.pickle_values import decode_values
-from ringprof.trace.columns import Notice
+from ringprof.trace.columns import Message, Notice
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -107,8 +106,11 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
         notices.append(Notice("wrong_rank", f"{text}: rename the file after the rank in the job", rank))
     library = dump.comm_lib_version or dump.nccl_version
     backend = entries[0].profiling_name.partition(":")[0] if entries else ""
+    batches = sorted(_batches(entries), key=lambda batch: batch[1].record_id if not batch[0] else batch[0][0].record_id)
+    locations: dict[int, str] = {}
+    operations = [_operation(members, timed, groups, rank, locations) for members, timed in batches]
     return RankLog(
-        path=name, source="flight_recorder", rank=rank, operations=_operations(entries, groups, rank),
+        path=name, source="flight_recorder", rank=rank, operations=operations,
         groups=groups, versions=tuple(text for text in (
             f"PyTorch Flight Recorder {dump.version}",
             f"{'NCCL ' if backend == 'nccl' else ''}{library}" if library else backend,
@@ -163,13 +165,6 @@ def _groups(dump: _Dump, file: str, budget: MemoryBudget) -> dict[str, Group]:
             "world" if label == "default_pg" else label if clear else f"group {name}", ranks, len(ranks)
         )
     return groups
-
-
-def _operations(entries: Iterable[_Entry], groups: Mapping[str, Group], rank: int) -> list[Operation]:
-    """Convert the entries to operations, in the order in which they were posted."""
-    batches = sorted(_batches(entries), key=lambda batch: batch[1].record_id if not batch[0] else batch[0][0].record_id)
-    locations: dict[int, str] = {}
-    return [_operation(members, timed, groups, rank, locations) for members, timed in batches]
 
 
 def _batches(entries: Iterable[_Entry]) -> Iterator[tuple[list[_Entry], _Entry]]:

@@ -66,7 +66,7 @@ def _decode(data: bytes, name: str, most_bytes: int) -> Any:
 
     def add(keys: list[Any], values: list[Any]) -> None:
         # The hash of a deeply nested tuple overflows the stack, and numbers can be chosen so that their hashes collide.
-        if any(type(key) is not str for key in keys):
+        if {*map(type, keys)} - {str}:
             raise InputError(f"{name}: a dictionary of the pickle has a key that is no text")
         if type(stack[-1]) is not dict:
             raise TypeError
