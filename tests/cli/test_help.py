@@ -153,7 +153,8 @@ def test_commands_and_options_stay_few() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--rates", "--seconds", "9"], "--seconds: not with --rates"), (["--heads", "2"], "--heads: goes with --rates"),
-     (["--format", "json"], "--format: goes with --rates"), (["--rates", RUN], "runs: not with --rates")],
+     (["--format", "json"], "--format: goes with --rates"), (["--rates", RUN], "runs: not with --rates"),
+     ([RUN, "--parts", "links"], "--parts: not with recorded runs, which are not measured again")],
 )  # fmt: skip
 def test_options_of_rates_and_of_calibrations_do_not_mix(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
