@@ -84,6 +84,11 @@ class WrongCall:
             return []
         return [text for name in self._wrong_names for text in _lost_digits(name, self)]
 
+    def where_wrong(self, name: str, *numbers: float | Tensor) -> list[tuple[int, list[float]]]:
+        """Return each rank on which a tensor is wrong, with this rank's ``numbers``. Collective."""
+        by_rank = gather_numbers([float(x) for x in (self.wrong[name], *numbers)], self.attention.ranks)
+        return [(rank, of_rank) for rank, (wrong, *of_rank) in enumerate(by_rank) if wrong]
+
     @cached_property
     def whole(self) -> dict[str, Tensor]:
         """Output and gradients of the whole sequence in float64, by name."""
@@ -534,7 +539,7 @@ def _best_explanation(name: str, candidates: Iterator[Explanation], call: WrongC
 
 def _other_tokens(name: str, call: WrongCall) -> list[str]:
     """Return a sentence if a tensor has the right result of other tokens in the place of a token's own. Collective."""
-    attention, positions = call.attention, call.attention.positions
+    positions = call.attention.positions
     own, whole = (x.double().transpose(0, 1).flatten(1) for x in (call.results[name], call.whole[name]))
     norms = own.norm(dim=1, keepdim=True)
     likeness = (own / norms.clamp_min(1e-300)) @ (whole / whole.norm(dim=1, keepdim=True).clamp_min(1e-300)).T
@@ -543,15 +548,13 @@ def _other_tokens(name: str, call: WrongCall) -> list[str]:
     same = (whole[best.indices] - own).norm(dim=1) <= call.match_limit(name) * whole.norm(dim=1).square().mean().sqrt()
     first = int(moved.int().argmax())
     offsets = (best.indices - positions)[moved]
-    row = [call.wrong[name], bool(same.all() and moved.any()), positions[first], best.indices[first]]
-    row += [offsets.min() if moved.any() else 0, offsets.max() if moved.any() else 0]
-    affected = [rows for rows in gather_numbers([float(x) for x in row], attention.ranks) if rows[0]]
-    if not affected or not all(rows[1] for rows in affected):
+    low, high = (offsets.min(), offsets.max()) if moved.any() else (0, 0)
+    rows = call.where_wrong(name, same.all() and moved.any(), positions[first], best.indices[first], low, high)
+    if not rows or not all(matches for _, (matches, *_) in rows):
         return []
-    token, other, low = (int(affected[0][index]) for index in (2, 3, 4))
-    if len({offset for rows in affected for offset in rows[4:]}) == 1:
-        side = "after" if low > 0 else "before"
-        return [f"{name} is that of the token {abs(low)} {side} it"]
+    token, other, offset = (int(x) for x in rows[0][1][1:4])
+    if all(low == high == offset for _, (*_, low, high) in rows):
+        return [f"{name} is that of the token {abs(offset)} {'after' if offset > 0 else 'before'} it"]
     return [f"{name} has its tokens in another order: at token {token} is that of token {other}"]
 
 
@@ -560,11 +563,9 @@ def _scale_explanation(name: str, call: WrongCall) -> list[str]:
     x, exact = call.results[name].double(), call.reference.exact[name]
     factor = ((x * exact).sum() / exact.square().sum().clamp_min(1e-300)).item()
     matches = relative_rms(x - factor * exact, exact) <= call.match_limit(name) * abs(factor)
-    by_rank = gather_numbers([call.wrong[name], matches, factor], call.attention.ranks)
-    affected = [rank for rank, row in enumerate(by_rank) if row[0]]
-    factors = [by_rank[rank][2] for rank in affected]
-    factors_agree = bool(factors) and max(factors) - min(factors) <= 0.02 * abs(factors[0])
-    if not factors_agree or not all(by_rank[rank][1] for rank in affected):
+    rows = call.where_wrong(name, matches, factor)
+    factors = [factor for _, (_, factor) in rows]
+    if not rows or max(factors) - min(factors) > 0.02 * abs(factors[0]) or not all(fits for _, (fits, _) in rows):
         return []
     mean = sum(factors) / len(factors)
     if f"{mean:.3g}" == "1":
@@ -577,7 +578,7 @@ def _scale_explanation(name: str, call: WrongCall) -> list[str]:
         factor_names += [(1 / group, "1 / query heads per kv head"), (group, "query heads per kv head")]
     fitting = [text for value, text in factor_names if value != 1 and abs(mean / value - 1) < 0.02]
     factor_name = f" ({' or '.join(fitting)})" if fitting else ""
-    where = "" if len(affected) == len(by_rank) else f" ({_ranks(affected)})"
+    where = "" if len(rows) == size else f" ({_ranks([rank for rank, _ in rows])})"
     return [f"{name} is the right one times {mean:.3g}{factor_name}{where}"]
 
 

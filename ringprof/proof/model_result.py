@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ringprof.proof.result import TIME_LIMIT_S, SentInCall, TensorCheck, sent_in_words
+from ringprof.proof.result import SentInCall, TensorCheck, sent_in_words
 from ringprof.run import TensorError
-
-
-class ModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
-    """Check of a model as the user requested it, for ranks that ringprof starts."""
-
-    target: str
-    """``module:function``, which returns the parallel step, the reference and the batch."""
-    time_limit: float = TIME_LIMIT_S
-    """Seconds that a rank waits for the others after a step."""
-    device: str = "auto"
-    world: int | None = None
 
 
 class ParameterCheck(TensorError, frozen=True, kw_only=True):

@@ -17,12 +17,17 @@ BATCH, HEADS, KV_HEADS = 2, 8, 2
 TIME_LIMIT_S = 300.0
 
 
-class CheckRequest(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
-    """One check as the user requested it; None stands for a default that depends on the machine."""
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One check as the user requested it; None stands for a default that depends on the machine.
+
+    For a model, only ``target``, ``time_limit``, ``device`` and ``world`` have a meaning.
+    """
 
     target: str = ""
     """``module:function`` where ringprof starts the ranks."""
-    layout: str
+    of_model: bool = False
+    """Whether the function returns parallel step, reference and batch, and is no attention."""
+    layout: str = ""
     """``contiguous``, ``zigzag`` or ``stripe``; ``positions`` where each rank states which tokens it holds."""
     batch: int | None = None
     """None: `BATCH`."""
@@ -47,7 +52,7 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     extra_calls: bool = True
     """Whether to add a call with large scores, and one in fp32."""
     time_limit: float = TIME_LIMIT_S
-    """Seconds that a rank waits for the others after a call."""
+    """Seconds that a rank waits for the others after a call or a step."""
     device: str = "auto"
     world: int | None = None
 

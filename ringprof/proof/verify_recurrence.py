@@ -23,7 +23,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ringprof.errors import VerificationError
 from ringprof.iteration.layer import LayersShard
 from ringprof.iteration.recurrence import (
     SHARED,
@@ -35,23 +34,20 @@ from ringprof.iteration.recurrence import (
     single_rank_strategy,
 )
 from ringprof.iteration.resolve import torch_dtype
-from ringprof.iteration.shard import row_sums
 from ringprof.proof.dense import (
     SEED,
     TOKENS_PER_RANK,
     References,
     allowed_rms,
     compare_results,
-    error_row,
-    errors_over_ranks,
     gather_numbers,
     relative_rms,
 )
 from ringprof.proof.recurrences import ChunkedRecurrence, DenseRecurrence, mistakes
 from ringprof.proof.result import TensorCheck
-from ringprof.proof.verify import raise_if_wrong, size_in_words, summed_over_ranks
+from ringprof.proof.verify import add_timed, raise_if_wrong, repeats_first, size_in_words, summed_over_ranks
 from ringprof.ranks.process_group import GroupRanks, gather_tensor
-from ringprof.run import TensorError, TimedVerification, Verification
+from ringprof.run import TensorError, Verification
 from ringprof.strategies.recurrent.state_strategies import StateA2A
 from ringprof.workload.recurrences import Operator
 from ringprof.workload.workload import Workload
@@ -211,19 +207,10 @@ def verify_timed_recurrence(
     ``first_rows`` are the `row_sums` of the first output. Collective: every rank must call this, and gets the same
     answer. Raises `VerificationError`, which names the worst rank and tensor, if a result is wrong.
     """
-    begin, ranks, workload = time.perf_counter_ns(), GroupRanks(None), shard.workload
+    begin, workload = time.perf_counter_ns(), shard.workload
     ending = f"in the last timed iteration, {size_in_words(workload)}; nothing was recorded"
     results = {name: x.detach() for name, x in last.named().items()}
-    flags = [
-        *(bool(x.isfinite().all()) for x in results.values()), torch.equal(first_rows, row_sums(last.out))
-    ]  # fmt: skip
-    flags_by_rank = gather_numbers(flags, ranks)
-    for rank, finite in enumerate(flags_by_rank):
-        for name in (name for name, is_finite in zip(results, finite, strict=False) if not is_finite):
-            raise VerificationError(f"wrong result on rank {rank}: {name} is not finite, {ending}")
-    if shard.dout is not None and shard.dout.is_cuda:
-        # Device memory that the iterations have cached is needed here.
-        torch.cuda.empty_cache()
+    same = repeats_first(results, first_rows, ending)
     group = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
     output_gradient = {} if shard.dout is None else {"dout": shard.dout}
     own, one_group = select_group(workload, {**shard.inputs, **output_gradient, **results}, group)
@@ -237,27 +224,17 @@ def verify_timed_recurrence(
     exact = _group_results(ChunkedRecurrence(), one_group, gathered, torch.float64)
     rank, local = shard.strategy.comm.rank, workload.seq // shard.strategy.comm.size
     share = slice(rank * local, (rank + 1) * local)
-    kernel_alone: dict[str, Tensor] = {}
+    kernel_rms = dict[str, float]()
     iterations = shard.strategy.comm.size * one_group.heads * one_group.batch / (workload.heads * workload.batch)
     # A Triton kernel would be compiled for the one head: minutes. Its error is that of the check before timing.
     if iterations <= _MOST_ITERATIONS and shard.kernel().name == "reference":
         kernel_alone = _group_results(single_rank_strategy("reference"), one_group, gathered, None)
-    rows, unit = {}, torch.finfo(torch_dtype(workload)).eps / 2
-    for name, x in exact.items():
-        kernel_rms = before.errors[name].kernel_rms
-        if name in kernel_alone:
-            kernel_rms = relative_rms(kernel_alone[name].double() - x, x)
-        rows[name] = error_row(own[name], x if name in sums else x[:, share], max(kernel_rms, unit))
-
-    def hops(name: str) -> int:
-        return shard.strategy.comm.size if name in sums else 0
-
-    errors = errors_over_ranks(rows, torch_dtype(workload), hops, ranks)
-    timed = TimedVerification(
-        seq=workload.seq, places=local, kv_head=group, same_output=all(flags[-1] for flags in flags_by_rank),
-        errors=raise_if_wrong(errors, ending), took_ns=time.perf_counter_ns() - begin,
+        kernel_rms = {name: relative_rms(x.double() - exact[name], exact[name]) for name, x in kernel_alone.items()}
+    expected = {name: x if name in sums else x[:, share] for name, x in exact.items()}
+    return add_timed(
+        before, own, expected, kernel_rms, lambda name: shard.strategy.comm.size if name in sums else 0, workload,
+        begin, ending, places=local, kv_head=group, same_output=same,
     )  # fmt: skip
-    return msgspec.structs.replace(before, timed=timed)
 
 
 def _group_results(
