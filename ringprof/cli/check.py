@@ -16,8 +16,7 @@ from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
 from ringprof.proof.launch import run_check
-from ringprof.proof.model_result import ModelCheck
-from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest, ModelCheck
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 
 _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)

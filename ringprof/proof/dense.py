@@ -165,31 +165,22 @@ def reference_results(full: Tensors, workload: Workload, scale: float | None = N
     return results
 
 
-@dataclass(frozen=True)
-class References:
-    """This rank's share of two results over the whole sequence, by name."""
+def reference_shares(
+    full: Tensors, workload: Workload, kernel: Any, shard: Callable[[Tensor], Tensor], scale: float | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return this rank's share of dense attention in float64 and of one call of ``kernel``, each by name.
 
-    exact: dict[str, Tensor]
-    """Dense attention in float64."""
-    kernel: dict[str, Tensor]
-    """One call of a kernel."""
+    Both are computed on the full inputs; ``shard`` returns this rank's tokens of a full tensor.
+    """
 
-    @classmethod
-    def of(
-        cls, full: Tensors, workload: Workload, kernel: Any, shard: Callable[[Tensor], Tensor],
-        scale: float | None = None,
-    ) -> References:  # fmt: skip
-        """Compute both on the full inputs; ``shard`` returns this rank's tokens of a full tensor."""
+    def shares(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        # Each whole tensor is freed before the next is sharded. ``dsinks`` is a sum over all tokens.
+        parts = ((name, whole.pop(name)) for name in list(whole))
+        return {name: x.sum((0, 1, 3)) if name == "dsinks" else shard(x) for name, x in parts}
 
-        def shares(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-            # Each whole tensor is freed before the next is sharded. ``dsinks`` is a sum over all tokens.
-            parts = ((name, whole.pop(name)) for name in list(whole))
-            return {name: x.sum((0, 1, 3)) if name == "dsinks" else shard(x) for name, x in parts}
-
-        exact = shares(reference_results(full, workload, scale))
-        dout, sinks = full.dout if workload.backward else None, drawn_sinks(workload, full.q.device)
-        block = whole_block(workload)
-        return cls(exact, shares(kernel_results(kernel, full.q, full.k, full.v, dout, block, scale, sinks)))
+    exact = shares(reference_results(full, workload, scale))
+    dout, sinks = full.dout if workload.backward else None, drawn_sinks(workload, full.q.device)
+    return exact, shares(kernel_results(kernel, full.q, full.k, full.v, dout, whole_block(workload), scale, sinks))
 
 
 def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int, explained_rms: float = 0.0) -> float:
@@ -206,20 +197,20 @@ def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int, explained_rms:
 
 
 def compare_results(
-    results: dict[str, Tensor], references: References, positions: Tensor, dtype: torch.dtype,
-    hops: Callable[[str], int], ranks: GroupRanks, explained_rms: float = 0.0,
+    results: dict[str, Tensor], exact_results: dict[str, Tensor], of_kernel: dict[str, Tensor], positions: Tensor,
+    dtype: torch.dtype, hops: Callable[[str], int], ranks: GroupRanks, explained_rms: float = 0.0,
     not_by_token: Collection[str] = ("dsinks",),
 ) -> tuple[dict[str, TensorCheck], dict[str, bool]]:  # fmt: skip
-    """Compare each result with the references; return its error over all ranks and whether it is wrong on this rank.
+    """Compare each result with the exact one; return its error over all ranks and whether it is wrong on this rank.
 
-    ``positions`` are those of this rank's tokens, ``hops`` returns the roundings between ranks of a tensor, and
-    ``explained_rms`` is that of `allowed_rms`. Tensors are (B, S/N, H, D), except those of ``not_by_token``, which have
-    no dimension of tokens. Collective.
+    ``of_kernel`` are results of one call of a kernel. ``positions`` are those of this rank's tokens, ``hops`` returns
+    the roundings between ranks of a tensor, and ``explained_rms`` is that of `allowed_rms`. Tensors are (B, S/N, H, D),
+    except those of ``not_by_token``, which have no dimension of tokens. Collective.
     """
     errors = {}
     for name, x in results.items():
-        exact, wrong = references.exact[name], None
-        kernel_difference = references.kernel[name].double() - exact
+        exact, wrong = exact_results[name], None
+        kernel_difference = of_kernel[name].double() - exact
         kernel_rms = relative_rms(kernel_difference, exact)
         if name in not_by_token:
             # A sum over all rows may have too few numbers to estimate the effect of rounding from.

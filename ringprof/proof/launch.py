@@ -12,8 +12,7 @@ import msgspec
 
 from ringprof.common.json_object import from_json, to_json
 from ringprof.errors import UsageError
-from ringprof.proof.model_result import ModelCheck
-from ringprof.proof.result import Check, CheckRequest
+from ringprof.proof.result import Check, CheckRequest, ModelCheck
 from ringprof.ranks.launcher import RankInfo, this_rank
 from ringprof.ranks.progress import PositionReporter, Reporter, SilentReporter
 

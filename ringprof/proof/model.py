@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +23,6 @@ from ringprof.proof.dense import (
     worst_errors,
 )
 from ringprof.proof.model_reasons import explain
-from ringprof.proof.model_result import ModelCheck, ModuleDifference, ParameterCheck
 from ringprof.proof.model_step import (
     NOISE_RUNS,
     ModelRun,
@@ -33,7 +33,7 @@ from ringprof.proof.model_step import (
     run_on_ranks,
 )
 from ringprof.proof.on_ranks import gather_sent, record_sent
-from ringprof.proof.result import TIME_LIMIT_S, SentInCall, TensorCheck
+from ringprof.proof.result import TIME_LIMIT_S, ModelCheck, ModuleDifference, ParameterCheck, SentInCall, TensorCheck
 from ringprof.ranks.process_group import GroupRanks
 from ringprof.ranks.progress import Reporter, SilentReporter
 
@@ -101,10 +101,12 @@ def check_model_on_ranks(
     parameters = _parameter_errors(run, noisy)
     losses, loss, loss_is = _compare_losses(run, noisy)
     holders = torch.bincount(torch.cat(run.every_token), minlength=math.prod(reference_step.shape))
+    own = parallel_step.model.parameters(), next(iter(parallel_step.outputs.values()))
+    dtype = next(x.dtype for x in itertools.chain(*own) if x.is_floating_point())
     check = ModelCheck(
         equal=bool((holders == 1).all()) and not wrong and not weights and (loss is None or loss_is is not None)
         and all(error.rms <= error.allowed_rms for error in parameters.values()),
-        ranks=ranks.size, batch=reference_step.shape, dtype=_dtype(parallel_step), device=ranks.device.type,
+        ranks=ranks.size, batch=reference_step.shape, dtype=str(dtype).split(".")[-1], device=ranks.device.type,
         logits=logits, modules=len(run.modules), first_difference=first, loss=loss, losses=losses, loss_is=loss_is,
         parameters=parameters, reasons=weights,
         sent=gather_sent(sent, ranks),
@@ -116,11 +118,6 @@ def check_model_on_ranks(
     for step in (parallel_step, reference_step):
         step.model.zero_grad(set_to_none=True)
     return check
-
-
-def _dtype(step: Step) -> str:
-    output = next(iter(step.outputs.values()))[0]
-    return str(next((x.dtype for x in step.model.parameters() if x.is_floating_point()), output.dtype)).split(".")[-1]
 
 
 def _aligned(

@@ -33,11 +33,11 @@ from ringprof.proof.completion_barrier import CompletionBarrier
 from ringprof.proof.dense import (
     MOST_TOKENS,
     SEED,
-    References,
     Tensors,
     compare_results,
     draw_inputs,
     gather_numbers,
+    reference_shares,
     relative_rms,
     severity,
 )
@@ -357,11 +357,11 @@ class _Calls:
         except Unsupported:
             # With an exact kernel, only the rounding of the result is allowed for.
             kernel = ReferenceKernel()
-        reference = References.of(full, workload, kernel, self.attention.shard, scale)
+        exact, of_kernel = reference_shares(full, workload, kernel, self.attention.shard, scale)
         # It is unknown in which type a user's code sends its partial results: each hop may round, in the output, too.
         hops = ranks.size if ranks.size > 1 else 0
         errors, wrong_on_this_rank = compare_results(
-            results, reference, self.attention.positions, torch_dtype(workload), lambda name: hops, ranks,
+            results, exact, of_kernel, self.attention.positions, torch_dtype(workload), lambda name: hops, ranks,
             call.explained_rms,
         )  # fmt: skip
         result = _CallResult(call, errors, [])
@@ -373,7 +373,7 @@ class _Calls:
         numbers = {call.number - 1, 1} - {0, call.number} if not call.extra else set[int]()
         earlier = {number: self.planned[number - 1].draw(ranks.device) for number in sorted(numbers)}
         wrong_call = WrongCall(
-            self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier,
+            self.attention, full, workload, scale, results, exact, errors, wrong_on_this_rank, earlier,
             call.draw_between(ranks.device), self.attention.misread_dout(full) if call.strided_dout else None,
         )  # fmt: skip
         reasons = wrong_call.reasons()

@@ -25,12 +25,12 @@ from ringprof.iteration.shard import WorkloadShard, drawn_sinks, row_sums
 from ringprof.proof.dense import (
     MOST_TOKENS,
     TOKENS_PER_RANK,
-    References,
     allowed_rms,
     compare_results,
     draw_inputs,
     error_on_rank,
     gather_numbers,
+    reference_shares,
     relative_rms,
     severity,
     worst_errors,
@@ -108,10 +108,10 @@ def _errors_of_training(strategy: Strategy, workload: Workload, device: torch.de
     if "dsinks" in results:
         results["dsinks"] = summed_over_ranks(results["dsinks"])
     del q, k, v, dout, local  # their memory is for the reference
-    references = References.of(full, workload, kernel_of(strategy, full.q, workload).again(), shard)
+    references = reference_shares(full, workload, kernel_of(strategy, full.q, workload).again(), shard)
     positions = strategy.positions(workload.seq, device, **shared)
     hops = partial(roundings, strategy=strategy)
-    return compare_results(results, references, positions, torch_dtype(workload), hops, GroupRanks(None))[0]
+    return compare_results(results, *references, positions, torch_dtype(workload), hops, GroupRanks(None))[0]
 
 
 def _errors_over_cache(strategy: Cached, workload: Workload, device: torch.device) -> dict[str, TensorCheck]:

@@ -9,7 +9,7 @@ is the score, less a constant of the whole row, so the weights also show the sco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import msgspec
@@ -18,10 +18,16 @@ from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from ringprof.proof.dense import Tensors, relative_rms
-from ringprof.proof.merging import PARTIAL_OUTPUTS, merge_mistake
 from ringprof.proof.result import QueryAndKey, Seen
 from ringprof.proof.user_attention import AttentionResults, UserAttention
-from ringprof.proof.visible_keys import holder_of, mask_mistake, shown_by_mask
+from ringprof.proof.visible_keys import (
+    PARTIAL_OUTPUTS,
+    TOLERANCE,
+    holder_of,
+    mask_mistake,
+    merge_mistake,
+    shown_by_mask,
+)
 from ringprof.workload.workload import Workload
 
 MOST_CALLS = 16
@@ -33,8 +39,6 @@ UNIT = 64.0
 """Value of v, large enough that no weight becomes too small for float16."""
 SCORED_ROWS = 64
 """Most queries per rank whose scores are compared."""
-TOLERANCE = 0.05
-"""Largest difference between weights and the scores that explain them: rounding is below it, mistakes are above."""
 AFTER_SOFTMAX = "weights sum to less than 1: the softmax is over all keys, and the mask hides keys after it"
 ZERO_V = (
     "keys that are not seen count in the sum of weights: their v is 0 (not received in time), or their output is lost"
@@ -104,7 +108,17 @@ def read_weights(
     # Which pairs are wrong is no reason by itself: v may be of other keys, and hidden scores may be finite.
     if all(findings.explains_seen and findings.received for findings in by_rank) and not _shifts(by_rank):
         reasons = [*filter(None, [mask_mistake(sees, keys, attention.order, workload)]), *reasons]
-    return _combine_ranks([findings.seen for findings in by_rank]), reasons
+    seen_by_rank = [findings.seen for findings in by_rank]
+
+    def first_of(pairs: Iterable[QueryAndKey | None]) -> QueryAndKey | None:
+        return min((pair for pair in pairs if pair), key=lambda pair: (pair.query, pair.key), default=None)
+
+    return Seen(
+        pairs=sum(seen.pairs for seen in seen_by_rank), of=workload.seq**2,
+        leaks=sum(seen.leaks for seen in seen_by_rank), first_leak=first_of(seen.first_leak for seen in seen_by_rank),
+        missing=sum(seen.missing for seen in seen_by_rank),
+        first_missing=first_of(seen.first_missing for seen in seen_by_rank),
+    ), reasons  # fmt: skip
 
 
 def _keys_to_try(workload: Workload, device: torch.device) -> Tensor:
@@ -305,19 +319,6 @@ class _RankWeights:
         """Subtract from x (..., R, T) its mean over the visible keys of each rank; return 0 for keys not visible."""
         mean = (torch.where(self.visible, x, 0.0) @ self.holder_one_hot) / self.key_count
         return torch.where(self.visible, x - mean @ self.holder_one_hot.T, 0.0)
-
-
-def _combine_ranks(by_rank: list[Seen]) -> Seen:
-    """Combine all ranks' comparisons with the mask."""
-
-    def first_of(pairs: list[QueryAndKey | None]) -> QueryAndKey | None:
-        return min((pair for pair in pairs if pair), key=lambda pair: (pair.query, pair.key), default=None)
-
-    return Seen(
-        pairs=sum(seen.pairs for seen in by_rank), of=by_rank[0].of,
-        leaks=sum(seen.leaks for seen in by_rank), first_leak=first_of([seen.first_leak for seen in by_rank]),
-        missing=sum(seen.missing for seen in by_rank), first_missing=first_of([seen.first_missing for seen in by_rank]),
-    )  # fmt: skip
 
 
 def _reasons(by_rank: list[_Findings], workload: Workload, scale: float) -> list[str]:
