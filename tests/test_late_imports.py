@@ -65,6 +65,7 @@ def at_the_top(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from at_the_top(node.body)
 
 
+@cache
 def loads(module: str) -> set[str]:
     """Collect all modules that importing a module imports, including its parent packages."""
     imported, waiting = set[str](), [module]
