@@ -32,7 +32,7 @@ from ringprof.ranks.machine import RankHost, device_name, distinct_host_names, h
 from ringprof.ranks.process_group import GroupRanks, one_line
 from ringprof.recording.recording import RankResult, build_run, gather_trace_files, strategy_used
 from ringprof.recording.remote_traces import TraceFile
-from ringprof.recording.run_folder import RUN_FILE, discard, reduced_name, trace_name
+from ringprof.recording.run_folder import RUN_FILE, discard
 from ringprof.run import Run, write_run
 from ringprof.workload.workload import Workload
 from ringprof.workload_checks import workload_problems
@@ -256,10 +256,8 @@ class _Recorder:
         )
         reduced = self._arguments.reduce is not None and self._arguments.reduce(trace.path, trace.reduced)
         return RankResult(
-            host=host_name(), local_rank=local_rank, device=device_name(ranks.device), trace=trace_name(ranks.number),
-            profiled_ns=[took_ns], work=counted_work(strategies) if strategies else None,
-            trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
-            reduced=reduced_name(ranks.number) if reduced else None, remote_reduced_bytes=trace.remote_reduced_bytes(),
+            host=host_name(), local_rank=local_rank, device=device_name(ranks.device), profiled_ns=[took_ns],
+            work=counted_work(strategies) if strategies else None, **trace.described(reduced=reduced),
         )  # fmt: skip
 
     def _write(self, outcomes: Sequence[_Outcome]) -> None:
@@ -277,7 +275,7 @@ class _Recorder:
             replace(outcome.result, host=host) for outcome, host in zip(outcomes, hosts, strict=True) if outcome.result
         ]
         if self._ranks.size > 1 and self._trace is not None:
-            gather_trace_files(results, self._trace, self._staging, self._ranks.device, self._ranks.group)
+            gather_trace_files(results, self._trace, self._staging, self._ranks)
         if self._ranks.rank == 0:
             try:
                 self._publish(results, _ranks_per_workload(self._arguments, outcomes))

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ringprof.errors import Interrupted, RecordError, UnsupportedWorkloadError, VerificationError
 from ringprof.ranks.launch import _outcomes
 from ringprof.ranks.launcher import RankInfo
+from ringprof.ranks.process_group import GroupRanks
 from ringprof.ranks.progress import PositionReporter, ProgressLog, ProgressLogReader, SilentReporter, progress_log_path
 from ringprof.ranks.rank_errors import FailedRun, RankOutcome, is_consequence, stopped_outcome
 from ringprof.ranks.watchdog import INTERRUPT
@@ -189,7 +189,7 @@ def test_rank_interrupted_alone_interrupts_the_run(tmp_path: Path) -> None:
 def test_rank_that_waits_to_post_a_hop_is_ahead_of_the_one_that_hangs() -> None:
     meter = Meter()
     task: Any = None
-    recording = RankRecording(task, RankInfo(0, 2, 0, 2), torch.device("cpu"), PositionReporter(SilentReporter()))
+    recording = RankRecording(task, RankInfo(0, 2, 0, 2), GroupRanks(None), PositionReporter(SilentReporter()))
     assert recording.hops() is None
     recording.strategy = SimpleNamespace(comm=SimpleNamespace(meter=meter))
     counts = [recording.hops()]
