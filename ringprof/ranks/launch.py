@@ -33,6 +33,7 @@ from ringprof.ranks.rank_errors import FailedRun, RankOutcome
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
+RANK_MAIN = "ringprof.recording.rank_main"
 _POLL_S = 0.05
 _SETTLE_S = 0.3
 """Seconds to wait after the first failure, for other ranks whose failure may be its cause."""
@@ -48,7 +49,7 @@ class Task(Protocol[Result_co]):
 
     @property
     def job(self) -> str:
-        """Kind of task, ``record`` or ``check``, as `ringprof.spawn` takes it."""
+        """Kind of task, ``record`` or ``check``, as `ringprof.recording.rank_main` takes it."""
 
     @property
     def request(self) -> Any:
@@ -130,7 +131,7 @@ class _RanksFailed(Exception):
 def _start(ranks: list[Popen[bytes]], task: Task[Any], scratch: Path, port: int) -> None:
     """Start the ranks and append their processes to ``ranks``, each in a session of its own."""
     world = task.request.world
-    command = spawn_command(task.job, str(scratch / "task.json"), str(os.getpid()))
+    command = spawn_command(RANK_MAIN, task.job, str(scratch / "task.json"), str(os.getpid()))
     env = {
         **os.environ,
         # The parent's store is the rendezvous: no rank opens a port of its own.

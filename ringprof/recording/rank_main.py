@@ -1,6 +1,7 @@
-"""Main function of one rank of a recording or of a check, which ringprof starts through `ringprof.spawn`.
+"""Main function of one rank of a recording or of a check, which `ringprof.ranks.launch` starts.
 
-Its arguments are TASK, the path of the task's JSON, and PARENT, the id of the process with which the rank ends.
+Its arguments are ``record`` or ``check``, the path of the task's JSON, and the id of the process with which the rank
+ends.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ringprof.recording.recording import RankTask
 _TASKS: dict[str, type[RankTask | CheckTask]] = {task.job: task for task in (RankTask, CheckTask)}
 
 
-def main(what: str, arguments: list[str]) -> NoReturn:
+def main(arguments: list[str]) -> NoReturn:
     """Run one rank and end the process: with 0, or with 3 and the reason in the rank's progress log."""
-    parent = int(arguments[1])
+    what, path, parent = arguments[0], Path(arguments[1]), int(arguments[2])
     if os.getppid() != parent:
         os._exit(3)  # the parent was killed in the meantime, and its task with it
-    task = from_json(Path(arguments[0]).read_bytes(), _TASKS[what])
+    task = from_json(path.read_bytes(), _TASKS[what])
     rank = launcher_rank()
     assert rank is not None, "started by ringprof, with the ranks' variables"
-    scratch = Path(arguments[0]).parent
+    scratch = path.parent
     _redirect_output(log_path(scratch, rank.rank))
     progress = ProgressLog(progress_log_path(scratch, rank.rank))
 
