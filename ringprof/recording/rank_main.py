@@ -16,7 +16,7 @@ from typing import NoReturn
 from ringprof.common.json_object import from_json
 from ringprof.proof.launch import CheckTask
 from ringprof.ranks.launcher import launcher_rank
-from ringprof.ranks.progress import ProgressLog, log_path, progress_log_path
+from ringprof.ranks.progress import PositionReporter, ProgressLog, log_path, progress_log_path
 from ringprof.ranks.rank_errors import RankOutcome, failed_outcome, stopped_outcome
 from ringprof.ranks.watchdog import PARENT_GONE, Watchdog
 from ringprof.recording.recording import RankTask
@@ -34,10 +34,11 @@ def main(arguments: list[str]) -> NoReturn:
     assert rank is not None, "started by ringprof, with the ranks' variables"
     scratch = path.parent
     _redirect_output(log_path(scratch, rank.rank))
-    progress = ProgressLog(progress_log_path(scratch, rank.rank))
+    log = ProgressLog(progress_log_path(scratch, rank.rank))
+    position = PositionReporter(log)
 
     def at_end(reason: str, code: int) -> None:
-        progress.end(stopped_outcome(progress, reason))
+        log.end(stopped_outcome(position, reason))
         if reason == PARENT_GONE and rank.rank == 0:
             task.discard()
             shutil.rmtree(scratch, ignore_errors=True)
@@ -47,14 +48,14 @@ def main(arguments: list[str]) -> NoReturn:
     watchdog = Watchdog(at_end, parent=parent)
     watchdog.start()
     try:
-        task.run(rank, progress, scratch)
-        progress.end(RankOutcome(kind="done"))
+        task.run(rank, position, scratch)
+        log.end(RankOutcome(kind="done"))
     except BaseException as error:
         try:
-            outcome = failed_outcome(progress, error)
+            outcome = failed_outcome(position, error)
             sys.stderr.write(outcome.detail)
             sys.stderr.flush()
-            progress.end(outcome)
+            log.end(outcome)
         finally:
             # Exit without destroying the process group, which could wait for the peers for ever.
             os._exit(3)
