@@ -30,7 +30,6 @@ NOT_EVERYWHERE = {
 }  # fmt: skip
 OTHERWISE = {
     "ringprof.cli": "signal handlers are installed before the commands are loaded",
-    "ringprof.spawn": "the path is set first",
     "ringprof.strategies.catalog": "versions are asked for by the list of strategies alone",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
     "ringprof.strategies.recurrent.kernels": "flash-linear-attention may be missing, and imports Triton",
