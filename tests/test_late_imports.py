@@ -30,7 +30,6 @@ NOT_EVERYWHERE = {
 }  # fmt: skip
 OTHERWISE = {
     "ringprof.cli": "signal handlers are installed before the commands are loaded",
-    "ringprof.spawn": "the path is set first",
     "ringprof.strategies.catalog": "versions are asked for by the list of strategies alone",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
     "ringprof.strategies.recurrent.kernels": "flash-linear-attention may be missing, and imports Triton",
@@ -65,6 +64,7 @@ def at_the_top(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from at_the_top(node.body)
 
 
+@cache
 def loads(module: str) -> set[str]:
     """Collect all modules that importing a module imports, including its parent packages."""
     imported, waiting = set[str](), [module]

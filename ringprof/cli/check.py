@@ -16,8 +16,7 @@ from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import JsonObject, json_text
 from ringprof.errors import UsageError
 from ringprof.proof.launch import run_check
-from ringprof.proof.model_result import ModelCheck, ModelRequest
-from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest, ModelCheck
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 
 _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
@@ -62,7 +61,7 @@ def command(**options: Any) -> int:
     """
     form = options.pop("form")
     if options.pop("of_model"):
-        return _check(ModelRequest(**_model_options(options)), form)
+        return _check(CheckRequest(of_model=True, **_model_options(options)), form)
     if options["layout"] is None:
         raise UsageError(
             "--layout is missing: which tokens each rank holds, such as zigzag (--model finds it by itself)"
@@ -83,7 +82,7 @@ def _model_options(options: JsonObject) -> JsonObject:
     return {name: options[name] for name in kept}
 
 
-def _check(request: CheckRequest | ModelRequest, form: str) -> int:
+def _check(request: CheckRequest, form: str) -> int:
     """Run the check on own ranks, or as one rank of a launcher; print the result and return the exit code."""
     refuse_missing_module(request.target)
 
