@@ -48,9 +48,12 @@ def list_runs(folders: Sequence[str]) -> list[JsonObject] | None:
     files = [path for of_folder in paths for path in of_folder]
     if not all(paths) or all(GROUP_FOLDER.fullmatch(path.parent.name) for path in files):
         return None
-    runs = {str(path.parent): _read(path) for path in files}
-    rows = [_fields(path, run) for path, run in runs.items() if isinstance(run, Run)]
-    problems = [problem for problem in runs.values() if isinstance(problem, InputError)]
+    rows, problems = [], []
+    for path in files:
+        try:
+            rows.append(_fields(str(path.parent), read_run(path)))
+        except InputError as error:
+            problems.append(error)
     if not rows:
         raise problems[0]
     for problem in problems:
@@ -77,13 +80,6 @@ def runs_text(rows: Sequence[JsonObject], style: TextStyle) -> str:
     cells = [[field.shown(row[field.key]) if field.shown else row[field.key] for field in fields] for row in rows]
     table = Table("", [field.column for field in fields if field.column], cells).text(style)
     return f"{table}\n\n{newest}: {clean(rows[0]['path'])}\n\n"
-
-
-def _read(path: Path) -> Run | InputError:
-    try:
-        return read_run(path)
-    except InputError as error:
-        return error
 
 
 def _fields(path: str, run: Run) -> JsonObject:
