@@ -24,7 +24,7 @@ from ringprof.proof.result import CALLS, TIME_LIMIT_S, Check, CheckRequest, Mode
 from ringprof.scale.pipeline import attribute
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 from ringprof.trace.kineto import read_trace
-from ringprof.trace.reduced import parse_reduced, reduce_file, reduce_trace
+from ringprof.trace.reduced import parse_reduced, reduce_trace
 from ringprof.training.appended_log import AppendedLog
 from ringprof.training.sinks import Sink
 from ringprof.training.sinks import tensorboard as tensorboard_sink
@@ -63,7 +63,7 @@ def capture(
 
     return profile(
         folder, workload, name=name, group=group, strategy=strategy, model=model, record_shapes=record_shapes,
-        strict=strict, reduce=reduce_file,
+        strict=strict,
     )  # fmt: skip
 
 
