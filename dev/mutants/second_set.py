@@ -58,7 +58,7 @@ RULES = [
     Rule(f"{ANALYSIS}/steps/steps.py", '"wire" if 2 * exposed_wire_ns >= exposed_ns',
          '"wire" if exposed_wire_ns >= exposed_ns',
          "a step that is mostly wire is said to be bound by its peer"),
-    Rule(f"{ANALYSIS}/timeline/window.py", "    inside &= ranges.thread == ranges.thread[row]\n", "",
+    Rule(f"{ANALYSIS}/timeline/window.py", "steps[ranges.thread[steps] == ranges.thread[row]]", "steps",
          "optimizers that step on the backward thread count as training steps of their own"),
     # --- trace ------------------------------------------------------------------------------------------
     Rule(f"{TRACE}/ranks.py", "source_rank=global_rank(record.source_rank)", "source_rank=record.source_rank",

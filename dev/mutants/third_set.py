@@ -31,7 +31,7 @@ RULES = [
     Rule(f"{TRANSPORT}/copy_engine.py", "if len(self._in_flight) >= _MOST_IN_FLIGHT:", "if not self._in_flight:",
          "memory of finished hops grows until the watchdog looks", test=COPIES),
     Rule("strategies/algorithms/megatron.py",
-         "        streams.join(result for step in steps for result in (step.out, step.lse))\n", "",
+         "        streams.join(result for _, out, lse, _ in steps for result in (out, lse))\n", "",
          "results are merged while another stream computes them", test=HOPS),
     Rule(f"{TRANSPORT}/ring_channel.py",
          "if self.transport.free_slot is not None and all([tensor.is_contiguous() for tensor in tensors]):",
