@@ -1,6 +1,6 @@
 """Compare the run time of ``ringprof report`` with HolisticTraceAnalysis, which loads the trace and finds the overlap.
 
-    python benchmarks/beside_hta.py [--repeats 5] [--copies 1 2 4 153]
+    python dev/benchmarks/beside_hta.py [--repeats 5] [--copies 1 2 4 153]
 
 Both are timed as whole processes. The traces repeat a recorded rank: 1, 2 and 4 copies are small traces of 1 to 4 MB,
 153 are 136 MB. The runs are interleaved. Each line has the medians and their ratio: of wall time, and of CPU time,

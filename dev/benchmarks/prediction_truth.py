@@ -1,6 +1,6 @@
 """Record runs for tests of predictions: shapes, masks and kernels that no committed run has, and host-bound ones.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/prediction_truth.py FOLDER [SECONDS [LIST,LIST...]]
+    torchrun --standalone --nproc-per-node 2 dev/benchmarks/prediction_truth.py FOLDER [SECONDS [LIST,LIST...]]
 
 Lists: host, masks, device, flash-attn-3, short (default: all). All runs share one launcher, so that each takes seconds.
 Each writes a run.json; failures and runs without time left are named on stderr.

@@ -1,6 +1,6 @@
 """Training step of a transformers Llama under FSDP2: ringprof's strategies beside accelerate's context parallelism.
 
-    torchrun --nproc-per-node 2 benchmarks/transformers_step.py --seq 65536 --strategies zigzag,ulysses
+    torchrun --nproc-per-node 2 dev/benchmarks/transformers_step.py --seq 65536 --strategies zigzag,ulysses
 
 Both use accelerate's ``Accelerator`` with ``ParallelismConfig(cp_size=N)`` and FSDP2, one model of random weights in
 bf16, and the same batch. Rounds alternate. Prints the median step of the slowest rank in ms, the loss, and peak memory.

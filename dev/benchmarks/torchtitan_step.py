@@ -1,7 +1,7 @@
 """Training step of torchtitan's Trainer: a strategy of ringprof, or torchtitan's own context parallelism.
 
-    torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --attention zigzag
-    torchrun --nproc-per-node 2 benchmarks/torchtitan_step.py --attention sdpa
+    torchrun --nproc-per-node 2 dev/benchmarks/torchtitan_step.py --attention zigzag
+    torchrun --nproc-per-node 2 dev/benchmarks/torchtitan_step.py --attention sdpa
 
 One Llama 3 of the 8B model's layers, with random weights, under FSDP2 and bf16. ``flex`` and ``sdpa`` are torchtitan's
 own inner attentions, which gather keys and values; ``sdpa`` knows no documents. Prints the steps of the slowest rank in
@@ -28,7 +28,7 @@ from torchtitan.trainer import Trainer
 
 from ringprof.integrations.torchtitan import with_strategy
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import torchtitan_llama
 
 

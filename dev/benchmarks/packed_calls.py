@@ -1,6 +1,6 @@
 """Time what a program adds to attention calls that gathers padded rows into packed ones and scatters results back.
 
-    python benchmarks/packed_calls.py
+    python dev/benchmarks/packed_calls.py
 
 Prints the rates of a copy, of ``gather``, ``zeros`` and ``scatter_`` of whole rows in GB/s, and the time of flash-attn
 3 with ``cu_seqlens`` of one sequence over its time without them. `ringprof.prediction.machine` has the figures of an

@@ -1,6 +1,6 @@
 """Measure how far recordings of one program differ: the spread that `ringprof compare` assumes of a single recording.
 
-    python benchmarks/recording_spread.py
+    python dev/benchmarks/recording_spread.py
 
 The pairs are all programs that the repository's data contain twice (`pairs_in_one_session`, `pairs_in_two_sessions`).
 The model of one recording is a standard deviation of hypot(share, fixed / time). The share comes from pairs of
@@ -21,8 +21,8 @@ import numpy as np
 
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread
 
-ROOT = Path(__file__).parents[1]
-DATA = ROOT / "benchmarks" / "data"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "dev" / "benchmarks" / "data"
 LONG_MS = 10.0
 """Time from which the fixed part matters little."""
 BINS_MS = (0, 1, 2, 3, 5, 10, 20, 50, 1000)

@@ -1,7 +1,7 @@
 """Measure what the comparison of calls costs, which every call with packed documents makes.
 
-    python benchmarks/call_comparison.py                                    # on CPUs: ranks are forked, gloo
-    torchrun --nproc-per-node 4 benchmarks/call_comparison.py               # on GPUs: the comparison in shared memory
+    python dev/benchmarks/call_comparison.py                            # on CPUs: ranks are forked, gloo
+    torchrun --nproc-per-node 4 dev/benchmarks/call_comparison.py       # on GPUs: the comparison in shared memory
 
 Prints the median time of one comparison for groups of --ranks, in shared memory and in the store of torch.distributed:
 with new documents in every call, and with the documents of the call before, as in all layers of a model but the first.

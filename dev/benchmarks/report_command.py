@@ -1,6 +1,6 @@
 """Measure the run time of commands as whole processes: ``ringprof --help`` and ``ringprof report`` of an 8-rank run.
 
-    python benchmarks/report_command.py [--repeat 11] [FOLDER]
+    python dev/benchmarks/report_command.py [--repeat 11] [FOLDER]
 
 Prints the median, minimum and maximum of the repeats and the limit, and exits with 1 if a median exceeds its limit. The
 limits are for a machine with 2 cores.
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[1] / "tests" / "data" / "h200x8-zigzag-131072"
+EXAMPLE = Path(__file__).parents[2] / "tests" / "data" / "h200x8-zigzag-131072"
 
 
 def main() -> int:

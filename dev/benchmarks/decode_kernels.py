@@ -1,6 +1,6 @@
 """Measure how fast each kernel reads a K/V cache in decode on one GPU, relative to the memory bandwidth.
 
-    python benchmarks/decode_kernels.py --batch 8 --keys 524288 --heads 32 --kv-heads 8
+    python dev/benchmarks/decode_kernels.py --batch 8 --keys 524288 --heads 32 --kv-heads 8
 
 Each sequence has one new token, computed as by a rank of ``dcp``: heads that share keys are rows of one head. The
 output has one line per kernel with the median of its times, which are interleaved with those of the others, or with the

@@ -1,7 +1,7 @@
 """Measure the time and memory of a report of many ranks, from their traces and from their reduced traces.
 
-    python benchmarks/many_ranks.py                    # 8, 64, 512 and 1,024 ranks of 50 MB each: 6 GB of disk
-    python benchmarks/many_ranks.py --ranks 8 64 --copies 10
+    python dev/benchmarks/many_ranks.py                    # 8, 64, 512 and 1,024 ranks of 50 MB each: 6 GB of disk
+    python dev/benchmarks/many_ranks.py --ranks 8 64 --copies 10
 
 The ranks are copies of those of a recorded ring of four: rank r of a ring of n is its rank r mod 4, with peers one step
 round the larger ring, and with its iteration repeated. Memory is the peak of all processes of the report together,
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from joblib import Parallel, delayed
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "dev" / "benchmarks")]
 from trace_reader import copies_of, span_of  # noqa: E402
 
 from ringprof.trace.reduced import reduce_file  # noqa: E402

@@ -1,8 +1,8 @@
 """Measure every strategy on this machine's GPUs, its kernel-only rate, and third-party strategies on the same kernels.
 
-    torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 131072:40:40 --config 65536:32:8
-    torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 524288:40:40 --ours zigzag,burst --kernels cudnn
-    torchrun --nproc-per-node 2 benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500
+    torchrun --nproc-per-node 8 dev/benchmarks/strategy_speed.py --config 131072:40:40 --config 65536:32:8
+    torchrun --nproc-per-node 8 dev/benchmarks/strategy_speed.py --config 524288:40:40 --ours zigzag --kernels cudnn
+    torchrun --nproc-per-node 2 dev/benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500
 
 Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed
 interleaved, because a hot GPU is several percent slower than a cool one. Every round begins with another competitor.
@@ -21,7 +21,7 @@ started that is not likely to finish in time. With --out, every configuration is
 Two emulated nodes, halves that communicate over sockets:
 
     torchrun --no-python --nproc-per-node 8 bash -c \\
-        'NCCL_HOSTID=h$((LOCAL_RANK/4)) exec python3 benchmarks/strategy_speed.py --ranks-per-host 4 ...'
+        'NCCL_HOSTID=h$((LOCAL_RANK/4)) exec python3 dev/benchmarks/strategy_speed.py --ranks-per-host 4 ...'
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure false alarms and power of `ringprof compare` on simulated recordings.
 
-    python benchmarks/compare_errors.py [--cases 400]
+    python dev/benchmarks/compare_errors.py [--cases 400]
 
 Iteration times are drawn from four models: independent noise of 0.5 %, serially correlated noise, a spread of 1 %
 between recordings, and iterations a tenth of which are slowed by outliers. Each row prints how often two sides of one

@@ -1,7 +1,7 @@
 """Measure the time and memory of the trace reader, on a file as large as those of real training.
 
-    python benchmarks/trace_reader.py                 # builds a file of about 300 MB and 1.4 million events
-    python benchmarks/trace_reader.py --copies 3600   # ten times as large, to show that memory hardly grows
+    python dev/benchmarks/trace_reader.py                 # builds a file of about 300 MB and 1.4 million events
+    python dev/benchmarks/trace_reader.py --copies 3600   # ten times as large, to show that memory hardly grows
 
 Each reader runs in its own process, so peak memory is that of the reader. The time is the best of several repeats,
 without the start of Python and imports. HolisticTraceAnalysis is measured if this Python, or the one named by
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "tests" / "data" / "h200x8-zigzag-131072" / "rank0.json.gz"
 
 _SHAPES = re.compile(rb', "Concrete Inputs": .*?(?=, "Ev Idx")')

@@ -1,6 +1,6 @@
 """Plant hand-written bugs one at a time, and list those that the nearest tests do not notice.
 
-``python scripts/mutants/by_hand.py`` takes all sets, `first_set` to `third_set`. Each bug goes into a copy of the
+``python dev/mutants/by_hand.py`` takes all sets, `first_set` to `third_set`. Each bug goes into a copy of the
 checkout, and the test files nearest to the changed module run there, without tests that start processes. With
 ``--wide`` all test files that import the module or stand in its folder run, with the tests that start processes.
 """

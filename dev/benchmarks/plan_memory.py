@@ -1,6 +1,6 @@
 """Compare predicted with measured peak memory on GPUs, for every strategy, transport and kind of workload.
 
-    torchrun --nproc-per-node 2 benchmarks/plan_memory.py --out plan_memory.csv [--only fsdp2,flex] [--seconds 80]
+    torchrun --nproc-per-node 2 dev/benchmarks/plan_memory.py --out plan_memory.csv [--only fsdp2,flex] [--seconds 80]
 
 Each case is measured as in a recording, in MiB, the largest over the ranks. ``error`` is the ratio of the predicted to
 the measured memory, minus one. ``rest_mib`` was allocated before and is not counted.

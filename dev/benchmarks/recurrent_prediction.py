@@ -1,7 +1,7 @@
 """Time recurrences on GPUs of one host, and compare predicted times with measured ones that no curve is fitted to.
 
-    torchrun --nproc-per-node 2 benchmarks/recurrent_prediction.py --measure --tokens 12288,49152   # prints rows
-    python benchmarks/recurrent_prediction.py                                             # compares all rows
+    torchrun --nproc-per-node 2 dev/benchmarks/recurrent_prediction.py --measure --tokens 12288,49152   # prints rows
+    python dev/benchmarks/recurrent_prediction.py                                             # compares all rows
 
 A row is timed as `ringprof record` times it: forward and backward, one iteration after another, the host included, the
 median over iterations of the slowest rank's time. The rows are in data/recurrent_runs.csv.

@@ -1,7 +1,7 @@
 """Measure the host time of a forward and backward pass: from the call to its return, without a wait for the device.
 
-    python benchmarks/host_overhead.py                                          # no GPU: nothing computed, nothing sent
-    torchrun --nproc-per-node 2 benchmarks/host_overhead.py --kernels flash-attn,cudnn
+    python dev/benchmarks/host_overhead.py                                      # no GPU: nothing computed, nothing sent
+    torchrun --nproc-per-node 2 dev/benchmarks/host_overhead.py --kernels flash-attn,cudnn
 
 Without GPUs, kernels return empty tensors at once, and the process group is torch's fake one with --world ranks: only
 Python and torch's dispatch remain. With GPUs everything is real; the device is idle when a pass begins, and is

@@ -1,7 +1,7 @@
 """Measure packed documents and sliding windows on this machine's GPUs, and compare with ring-flash-attn's kernels.
 
-    torchrun --nproc-per-node 2 benchmarks/documents_speed.py --tokens 16384,65536
-    torchrun --nproc-per-node 2 benchmarks/documents_speed.py --tokens 65536 --documents none --window 4096
+    torchrun --nproc-per-node 2 dev/benchmarks/documents_speed.py --tokens 16384,65536
+    torchrun --nproc-per-node 2 dev/benchmarks/documents_speed.py --tokens 65536 --documents none --window 4096
 
 Forward and backward, bf16, head_dim 128, causal; tokens are per GPU. All competitors are timed interleaved, round by
 round; the time of an iteration is that of the slowest rank. Each of ringprof's strategies is first verified against

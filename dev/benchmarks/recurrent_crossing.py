@@ -1,7 +1,7 @@
 """Predict from which sequence length a gated delta net takes less time than attention.
 
-    python benchmarks/recurrent_crossing.py                  # the table of docs/hybrid-models.md
-    python benchmarks/recurrent_crossing.py --heads 32 --gpus 4
+    python dev/benchmarks/recurrent_crossing.py                  # the table of docs/hybrid-models.md
+    python dev/benchmarks/recurrent_crossing.py --heads 32 --gpus 4
 
 Both have as many heads of 128, forward and backward, by the curves of the bundled `h200` (one host): the gated delta
 net with `state-scan`, attention (causal, flash-attn 3) with the faster of zigzag and ulysses. Projections, norms and

@@ -1,6 +1,6 @@
 """Measure the overhead of ``ringprof.monitor`` on a training loop on CPU: interleaved loops with and without it.
 
-    python benchmarks/monitor_cost.py [--steps 200] [--every 100] [--size 1600] [--rounds 2]
+    python dev/benchmarks/monitor_cost.py [--steps 200] [--every 100] [--size 1600] [--rounds 2]
 
 Prints the median time of a loop with and without the monitor, and the share that the monitor itself reports. The first
 sample of a process also starts the profiler, so one loop with the monitor runs before those that count.

@@ -1,6 +1,6 @@
 """Step of a transformers Llama with and without `ringprof.prove`, in blocks that take turns.
 
-    torchrun --nproc-per-node 2 benchmarks/prove_cost.py --seq 16384 --blocks 12 --steps 40
+    torchrun --nproc-per-node 2 dev/benchmarks/prove_cost.py --seq 16384 --blocks 12 --steps 40
 
 One model in bf16, its attention by zigzag, gradients by all-reduce. ``--first-proof-s 0.1`` makes the first proof fall
 due within seconds, to see what one costs. Prints the median step of either kind, the median of the ratios of

@@ -1,6 +1,6 @@
 """Plant small bugs in the code one at a time, and list those that no test notices.
 
-``python scripts/mutants --number 600 --seed 1`` takes a sample of the mutants that mutmut makes of the folders in
+``python dev/mutants --number 600 --seed 1`` takes a sample of the mutants that mutmut makes of the folders in
 `PACKAGES`: every place in the code is equally likely, and one of its mutants is taken. Each is put into a copy of the
 checkout, and the tests that run its line run there, the shortest first. mutmut's own runner would leave out
 decorated functions, tables, and the package whose folder lies elsewhere (``strategies/``).

@@ -1,7 +1,7 @@
 """Verify and time recurrences over this machine's GPUs, beside flash-linear-attention's context parallelism.
 
-    torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --check
-    torchrun --nproc-per-node 2 benchmarks/recurrent_speed.py --tokens 16384,65536 --operators gated_delta_rule,gla
+    torchrun --nproc-per-node 2 dev/benchmarks/recurrent_speed.py --check
+    torchrun --nproc-per-node 2 dev/benchmarks/recurrent_speed.py --tokens 16384,65536 --operators gated_delta_rule,gla
 
 Needs flash-linear-attention (fla), which compiles and tunes its kernels for minutes at their first use; Triton keeps
 them in TRITON_CACHE_DIR. bf16, 16 heads of 128; Mamba-2 with one group. With --check, outputs and gradients of every

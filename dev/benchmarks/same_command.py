@@ -1,8 +1,8 @@
 """Record one command repeatedly, each time in new processes, to measure the spread between unchanged runs.
 
-    python benchmarks/same_command.py --strategy zigzag --seq 16384 --heads 16 --out same.json
-    python benchmarks/same_command.py --strategy burst --seq 1024 --heads 2 --head-dim 64 --seconds 60
-    python benchmarks/same_command.py --device cuda --started 8 --seconds 150
+    python dev/benchmarks/same_command.py --strategy zigzag --seq 16384 --heads 16 --out same.json
+    python dev/benchmarks/same_command.py --strategy burst --seq 1024 --heads 2 --head-dim 64 --seconds 60
+    python dev/benchmarks/same_command.py --device cuda --started 8 --seconds 150
 
 Each recording is what `ringprof record --no-verify` times: its own ranks, process group, kernels and buffers, warm-up,
 then iterations without the profiler. Its ranks are forked from this process, which has loaded torch and has not used a

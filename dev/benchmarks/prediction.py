@@ -1,12 +1,12 @@
 """Every error of a prediction against a measurement, with its sign: predicted over measured, minus 1.
 
-    python benchmarks/prediction.py [PART...]              # every row, then the errors by family, machine and pass
-    python benchmarks/prediction.py --csv FILE [PART...]   # the rows as a table, which scripts/scoreboard.py reads
+    python dev/benchmarks/prediction.py [PART...]              # every row, then the errors by family, machine and pass
+    python dev/benchmarks/prediction.py --csv FILE [PART...]   # the rows as a table, which scripts/scoreboard.py reads
 
 Parts are the keys of `PARTS`; each prints what the machine that predicts it was fitted to (`FITTED`).
-The first two are the runs of benchmarks/data/h200_shapes.csv (recorded by benchmarks/prediction_truth.py), of shapes
+The first two are the runs of dev/benchmarks/data/h200_shapes.csv (recorded by prediction_truth.py there), of shapes
 that no committed run has. later and masks are those of h200_shapes_2.csv. grid and grid_host are the cells of
-h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200). h100, b200 and a800 are the published rows of
+h200_grid.csv (dev/benchmarks/strategy_speed.py, zigzag on 4 H200). h100, b200 and a800 are the published rows of
 attention.csv. All others are the committed runs.
 """
 
@@ -36,8 +36,8 @@ from ringprof.prediction.whole_steps import predict_step
 from ringprof.run import Run, read_run
 from ringprof.workload.workload import LayerAround, Workload
 
-ROOT = Path(__file__).parents[1]
-TRACES, DATA = ROOT / "traces", ROOT / "benchmarks" / "data"
+ROOT = Path(__file__).parents[2]
+TRACES, DATA = ROOT / "traces", ROOT / "dev" / "benchmarks" / "data"
 EIGHT = ROOT / "tests" / "data" / "h200x8-zigzag-131072"
 
 
@@ -559,7 +559,7 @@ FITTED = {
     "plain_masks": "the bundled machines without calls of documents and windows; the ratio by those calls, not by runs",
     "peers": f"{_H200} (margins)",
     "steps": f"{_H200} (margins); layers measured on one H200; the spread of a whole step by these rows",
-    "inference": f"{_H200} (margins); the rate of reading a cache by benchmarks/decode_kernels.py",
+    "inference": f"{_H200} (margins); the rate of reading a cache by dev/benchmarks/decode_kernels.py",
     "runs": "the committed runs, without the one that is scored",
     "strategies": "the committed runs of other strategies",
     "lengths": "the committed runs of other lengths",
