@@ -27,8 +27,7 @@ from ringprof.proof.verify_recurrence import (
     verify_timed_layers,
     verify_timed_recurrence,
 )
-from ringprof.proof.verify_steps import verify_steps, verify_timed_steps
-from ringprof.proof.verify_timed import verify_timed
+from ringprof.proof.verify_timed import verify_steps, verify_timed, verify_timed_steps
 from ringprof.ranks.launcher import RankInfo
 from ringprof.ranks.machine import device_name, environment_of, host_name, host_numbers
 from ringprof.ranks.process_group import GroupRanks, world_group

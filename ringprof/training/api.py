@@ -20,8 +20,7 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError, require_packages
-from ringprof.proof.model_result import ModelCheck
-from ringprof.proof.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.proof.result import CALLS, TIME_LIMIT_S, Check, CheckRequest, ModelCheck
 from ringprof.scale.pipeline import attribute
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 from ringprof.trace.kineto import read_trace
