@@ -35,9 +35,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringprof.errors import VerificationError
-from ringprof.iteration.dynamic_cp import DynamicCpShard
 from ringprof.iteration.resolve import layout_options
-from ringprof.iteration.shard import Measurement, Results, WorkloadShard
+from ringprof.iteration.shard import DynamicCpShard, Measurement, Results, WorkloadShard
 from ringprof.proof.dense import SEED, gather_numbers, kernel_results, relative_rms, severity, whole_block
 from ringprof.proof.verify import add_timed, repeats_first, roundings, size_in_words, summed_over_ranks, verify
 from ringprof.ranks.process_group import GroupRanks, gather_tensor
