@@ -72,8 +72,7 @@ def test_device_links_of_a_cpu_and_of_a_gpu_without_driver(monkeypatch: pytest.M
     assert device_links(torch.device("cpu"), first_on_host=True) is None
     _port(tmp_path, "mlx5_0", "4: ACTIVE", "strange", "")
     monkeypatch.setattr(telemetry, "ADAPTERS", tmp_path)
-    monkeypatch.setattr(telemetry, "nvml_handle", lambda uuid: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(telemetry, "nvml_handle", lambda device: None)
     assert device_links(torch.device("cuda", 0), first_on_host=True) == DeviceLinks(adapters=[Adapter(name="mlx5_0:1")])
     assert device_links(torch.device("cuda", 1), first_on_host=False) is None
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringprof.recording import telemetry
-from ringprof.recording.telemetry import DeviceTelemetry, device_telemetry, open_telemetry, sampling
+from ringprof.recording.telemetry import DeviceTelemetry, device_telemetry, sampling
 from ringprof.report.sections.machine import state_lines
 from ringprof.run import DeviceState
 from tests.recording.command import HANGS_S
@@ -132,9 +132,10 @@ def test_telemetry_samples_only_within_the_block(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Driver([(1000, 1000, 30, 0)]))
-    assert open_telemetry("1234") is not None
-    assert open_telemetry("a-mig-slice") is None
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    uuids = ["1234", "a-mig-slice"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    with device_telemetry(torch.device("cuda", 1)) as slice_of_gpu:
+        assert slice_of_gpu is None
     with device_telemetry(torch.device("cuda", 0)) as gpu:
         assert gpu is not None
     state = gpu.state()
@@ -145,7 +146,9 @@ def test_no_telemetry_without_a_driver_or_gpu(monkeypatch: pytest.MonkeyPatch) -
     with device_telemetry(torch.device("cpu")) as gpu:
         assert gpu is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert open_telemetry("1234") is None
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    with device_telemetry(torch.device("cuda", 0)) as gpu:
+        assert gpu is None
 
 
 def state(**changes: Any) -> DeviceState:
