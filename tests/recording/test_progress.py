@@ -50,7 +50,8 @@ def test_a_progress_log_is_relayed_as_it_grows(tmp_path: Path) -> None:
     reader.read()
     reader.read()
     assert reporter.lines == ["warm-up of 2", "+", "hello"], "half a line waits"
-    assert (reader.phase, position.where()) == ("warm-up", "warm-up, step 2")
+    phase: str | None = reader.phase
+    assert (phase, position.where()) == ("warm-up", "warm-up, step 2")
     assert reader.outcome is not None and reader.outcome[1]["kind"] == "done", "the first outcome counts"
 
 
