@@ -182,7 +182,7 @@ def prove(kernel: type[Kernel], case: Case, device: torch.device) -> str | None:
     if key not in _verdicts:
         _read_file()
     if key not in _verdicts:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(device):
             raise Unsupported(
                 f"kernel {kernel.name!r} is used for the first time ({case}), and a CUDA graph is being captured: make"
                 " one call like it before the capture, or run ringprof kernels --prove"
@@ -205,6 +205,10 @@ def known_verdicts(kernel: type[Kernel], device: torch.device) -> dict[str, str 
     _read_file()
     names = kernel.name, environment(kernel, device)
     return {key[2]: error for key, error in _verdicts.items() if key[:2] == names}
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _error(kernel: type[Kernel], case: Case, device: torch.device) -> tuple[str | None, bool]:

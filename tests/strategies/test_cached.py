@@ -6,6 +6,7 @@ import math
 import re
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from ringprof.strategies.base import Shape
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
+from tests.strategies.test_hops_on_cpu import on_transport
 from tests.strategies.test_results import examples
 from tests.test_mask import sees
 
@@ -151,6 +153,28 @@ def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) ->
     for problem in [*problems, *masked, WorkloadShard(4, 40, kernel="cpu-flash")]:
         for label, error in run_ranks(world, errors, cases, problem, dense(problem))[0]:
             assert error < 1e-12, label
+
+
+def errors_in_late_hops(
+    rank: int, transport: str, folder: str, problems: list[WorkloadShard], truths: list[tuple[Tensor, Tensor]]
+) -> list[tuple[str, float]]:
+    """Return the errors over hops that come as late as their contract allows, in memory that is poisoned before."""
+    with on_transport(transport, "late", folder):
+        pairs = zip(problems, truths, strict=True)
+        return [row for problem, truth in pairs for row in errors(rank, [*PREFILL, *DECODE], problem, truth)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_late_hops_of_prefill_and_decode_are_exact(world: int, transport: str, tmp_path: Path) -> None:
+    problems = [
+        WorkloadShard(16, 48), WorkloadShard(16, 48, window=(6, 0), sinks=True),
+        WorkloadShard(16, 24, causal=False, window=(9, 1), prefix=2, v_head_dim=1), WorkloadShard(8, 8, batch=2),
+    ]  # fmt: skip
+    truths = [dense(problem) for problem in problems]
+    for label, error in run_ranks(world, errors_in_late_hops, transport, str(tmp_path), problems, truths)[0]:
+        assert error < 1e-12, label
 
 
 @pytest.mark.processes
