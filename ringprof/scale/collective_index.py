@@ -72,24 +72,20 @@ class CollectiveIndex:
         for (number, kind), calls in calls_by_collective.items():
             start = np.array([call.start_ns for call in calls], np.int64)
             end = np.array([call.end_ns for call in calls], np.int64)
-            self._merge(self._calls[groups[number], kind], rank, CollectiveTimes(start, end, end))
+            self._merge(self._calls[groups[number], kind], rank, start, end)
 
-    def _merge(self, calls: _GroupCalls, rank: int, times: CollectiveTimes) -> None:
+    def _merge(self, calls: _GroupCalls, rank: int, start: Int64, end: Int64) -> None:
         """Merge one rank's times into those of its host."""
-        calls.counts[rank] = len(times.last_end)
+        calls.counts[rank] = len(end)
         host = self._host[rank]
-        host_times = calls.on_host.get(host)
-        if host_times is None:
-            calls.on_host[host] = times
-            calls.last_on_host[host] = np.full(len(times.last_end), rank, np.int64)
-        elif len(host_times.last_end) == len(times.last_end):
-            is_later = times.last_start > host_times.last_start
-            calls.last_on_host[host] = np.where(is_later, rank, calls.last_on_host[host])
-            calls.on_host[host] = CollectiveTimes(
-                np.maximum(host_times.last_start, times.last_start),
-                np.minimum(host_times.first_end, times.first_end),
-                np.maximum(host_times.last_end, times.last_end),
-            )
+        if host not in calls.on_host:
+            calls.on_host[host] = start, end, end
+            calls.last_on_host[host] = np.full(len(end), rank, np.int64)
+            return
+        last_start, first_end, last_end = calls.on_host[host]
+        if len(last_end) == len(end):
+            calls.last_on_host[host] = np.where(start > last_start, rank, calls.last_on_host[host])
+            calls.on_host[host] = np.maximum(last_start, start), np.minimum(first_end, end), np.maximum(last_end, end)
 
     def traffic(self, traffic: Traffic) -> None:
         """Add the evidence of matched calls about the hosts' clocks to ``traffic``."""
@@ -113,7 +109,7 @@ class CollectiveIndex:
         if reason:
             return reason
         offset = {self._host[rank]: clocks.offset_ns[rank] for rank in calls.counts}
-        starts = np.array([times.last_start + offset[host] for host, times in calls.on_host.items()])
+        starts = np.array([last_start + offset[host] for host, (last_start, *_) in calls.on_host.items()])
         latest_host = starts.argmax(axis=0)[None, :]
         peers_ready = np.take_along_axis(starts, latest_host, axis=0)[0]
         last_on_host = np.array([calls.last_on_host[host] for host in calls.on_host])

@@ -37,8 +37,7 @@ from ringprof.analysis.timeline.window import EVERYTHING, Focus
 from ringprof.analysis.transfers.clocks import (
     Clocks,
     Traffic,
-    TrafficSamples,
-    TrafficSummary,
+    TrafficEvidence,
     fit_clocks,
     hosts_in_order,
     one_clock,
@@ -304,14 +303,11 @@ class _Pipeline(msgspec.Struct, dict=True):
         """Fit the clocks of the hosts to the traffic within tiles and to the collectives."""
         if not self.several_clocks:
             return one_clock(list(self.info.trace_index))
-        traffic: dict[tuple[int, int], TrafficSummary] = {}
+        traffic: Traffic = defaultdict(TrafficEvidence)
         items = ((self.context.store, tile, self.host) for tile in tiles)
         for tile_traffic in self.workers.map(stages.traffic_of, items):
             traffic |= tile_traffic
-        collective_traffic: Traffic = defaultdict(TrafficSamples)
-        collective_index.traffic(collective_traffic)
-        for key, samples in collective_traffic.items():
-            traffic[key] = _merged_summaries(traffic.get(key, TrafficSummary()), samples.summary())
+        collective_index.traffic(traffic)
         return fit_clocks(traffic, self.info.clock_of)
 
     def _match_tiles(
@@ -366,14 +362,3 @@ def _with_neighbours(ranks: Sequence[int], explained: Mapping[int, stages.RankEx
     for _ in range(NEIGHBOURHOOD):
         ranks_around |= {peer for rank in ranks_around for peer in explained[rank].peers if peer in explained}
     return tuple(sorted(ranks_around))
-
-
-def _merged_summaries(messages: TrafficSummary, collectives: TrafficSummary) -> TrafficSummary:
-    """Merge the evidence of messages and of collectives between the same two hosts."""
-    lower_bounds = [bound for bound in (messages.lower_bound, collectives.lower_bound) if bound is not None]
-    return msgspec.structs.replace(
-        messages,
-        collective_ends=collectives.collective_ends,
-        lower_bound=max(lower_bounds, default=None),
-        count=messages.count + collectives.count,
-    )

@@ -24,7 +24,7 @@ from ringprof.analysis.steps.plan import RankSteps, StepSummary, plan_of_rank, s
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
-from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect_traffic
+from ringprof.analysis.transfers.clocks import Clocks, Traffic, collect_traffic
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.analysis.transfers.match_by_end import StreamCalls, unrecorded_calls
@@ -170,11 +170,11 @@ def _match_tile(store: RankStore, tile: Tile) -> Matches:
     return store.matched(compute)
 
 
-def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tuple[int, int], TrafficSummary]:
+def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> Traffic:
     """Return the evidence about clocks from messages of the tile's hosts with others; a tile holds whole hosts."""
     hosts = {host[rank] for rank in tile.ranks}
     traffic = collect_traffic(_match_tile(store, tile), host)
-    return {key: samples.summary() for key, samples in traffic.items() if hosts & set(key)}
+    return {key: evidence for key, evidence in traffic.items() if hosts & set(key)}
 
 
 def rates_of_tile(

@@ -154,11 +154,7 @@ def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
     for absent in matches.absent_peers:
         later = absent.peers_ready_ns > latest[absent.rows]
         last[absent.rows] = np.where(later, absent.last_rank, last[absent.rows])
-    return _with_peers_of_peers(matches, last, latest)
-
-
-def _with_peers_of_peers(matches: Matches, last: Int64, latest: Int64) -> Int64:
-    """Replace last partners by the peers' last partners, where a kernel of several messages waited for these."""
+    # A kernel of several messages may have waited for the last partners of its peers.
     has_repeated_peer = _has_repeated_peer(matches.transfers)
     result: Int64 = last.copy()
     transfer_index = np.concatenate((matches.sender, matches.receiver))
