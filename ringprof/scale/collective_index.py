@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.transfers.clocks import Clocks, CollectiveTimes, Traffic, collect_collectives
-from ringprof.analysis.transfers.matching import AbsentPeers, collective_mismatch, number_groups
+from ringprof.analysis.transfers.matching import AbsentRanks, KnownCalls, collective_mismatch, number_groups
 from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int64
 
@@ -26,33 +26,6 @@ class _GroupCalls(msgspec.Struct):
     on_host: dict[int, CollectiveTimes] = msgspec.field(default_factory=dict)
     last_on_host: dict[int, Int64] = msgspec.field(default_factory=dict)
     """Host -> for each call, the host's last rank to begin it."""
-
-
-KnownCalls = tuple[Int64, Int64, dict[int, int]]
-"""Matched calls of one kind in one group, as its ranks need them. Per call: the latest start over the group on the
-common clock, and its rank. By rank: the largest possible error between its clock and those of the group's hosts."""
-
-
-class CollectiveExtract(msgspec.Struct, frozen=True):
-    """Extract of the index for some ranks: the collectives of all their groups; plain data.
-
-    Implements `ringprof.analysis.transfers.matching.AbsentRanks`.
-    """
-
-    calls: dict[tuple[Group, str], KnownCalls | str]
-    """(Group, kind) -> its calls, or the reason why they are not matched."""
-
-    def mismatch(self, group: Group, kind: str) -> str:
-        """Return why the group's calls of this kind are not matched; empty where they are."""
-        calls = self.calls.get((group, kind), "rank_missing")
-        return calls if isinstance(calls, str) else ""
-
-    def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
-        """Return what the group's other ranks did in the calls of ``rank``."""
-        calls = self.calls[group, kind]
-        assert not isinstance(calls, str)
-        peers_ready_ns, last_rank, clock_error_ns = calls
-        return AbsentPeers(rows, peers_ready_ns, last_rank, clock_error_ns[rank])
 
 
 class CollectiveIndex:
@@ -93,11 +66,11 @@ class CollectiveIndex:
             if not self._mismatch(group, calls):
                 collect_collectives(calls.on_host, kind, traffic)
 
-    def extract(self, ranks: Sequence[int], clocks: Clocks) -> CollectiveExtract:
+    def extract(self, ranks: Sequence[int], clocks: Clocks) -> AbsentRanks:
         """Return the calls of all groups that these ranks belong to."""
         wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
         known = {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
-        return CollectiveExtract(known)
+        return AbsentRanks(known)
 
     def _mismatch(self, group: Group, calls: _GroupCalls) -> str:
         """Return why a group's calls are not matched; empty where they are."""

@@ -42,7 +42,8 @@ from ringprof.analysis.transfers.clocks import (
     hosts_in_order,
     one_clock,
 )
-from ringprof.analysis.transfers.match_by_end import ENDS_SOURCE, Communicators, find_communicators
+from ringprof.analysis.transfers.match_by_end import ENDS_SOURCE, find_communicators
+from ringprof.analysis.transfers.matching import AbsentRanks
 from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, better_rates
 from ringprof.common.files import is_url
 from ringprof.common.limits import Limits
@@ -50,7 +51,7 @@ from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.scale import stages
-from ringprof.scale.collective_index import CollectiveExtract, CollectiveIndex
+from ringprof.scale.collective_index import CollectiveIndex
 from ringprof.scale.store import DiskStore, MemoryStore, RankStore
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet, Workers, ignore_progress
 from ringprof.trace.columns import Notice, Trace
@@ -205,7 +206,7 @@ class _Pipeline(msgspec.Struct, dict=True):
     def attribute(self) -> Attribution:
         """Run all steps: explain ranks, group and match transfers, fit clocks, split, and collect warnings."""
         explained = self._explain_ranks()
-        communicators = self._group_by_end(explained)
+        warnings_of_groups = self._group_by_end(explained)
         collective_index = CollectiveIndex(self.host)
         for rank, explained_rank in explained.items():
             if not self.in_memory and explained_rank.in_collectives:
@@ -232,7 +233,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         finished, inconclusive = self._split_tiles(tiles, ranks, clocks, best if usable else None)
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
-        warnings += communicators.warnings()
+        warnings += warnings_of_groups
         nameless = sum(hop.receiver is None for rank_hops in named_hops.values() for hop in rank_hops)
         if nameless and len(named_hops) > 1 and not self.context.uses_copy_engine:
             message = (
@@ -271,19 +272,19 @@ class _Pipeline(msgspec.Struct, dict=True):
             refuse_unknown_group(group, {name for rank in explained.values() for name in rank.group_names})
         return explained
 
-    def _group_by_end(self, explained: Mapping[int, stages.RankExplanation]) -> Communicators:
-        """Assign groups to collectives without a record, inferred from their ends."""
+    def _group_by_end(self, explained: Mapping[int, stages.RankExplanation]) -> list[Notice]:
+        """Assign groups to collectives without a record, inferred from their ends; return the notice about them."""
         calls = [stream_calls for rank in explained.values() for stream_calls in rank.unrecorded]
         if self.info.world_size > len(explained):
             # A missing rank may have been the last to begin.
             calls = []
-        communicators = find_communicators(calls, self.host)
-        for rank, groups in communicators.group_of.items():
+        group_of, notices = find_communicators(calls, self.host)
+        for rank, groups in group_of.items():
             transfers = self.context.store.transfers(rank)
             for index, group in groups.items():
                 transfers[index] = msgspec.structs.replace(transfers[index], group=group, source=ENDS_SOURCE)
             self.context.store.put_transfers(rank, transfers)
-        return communicators
+        return notices
 
     def _tiles(self, explained: Mapping[int, stages.RankExplanation]) -> list[stages.Tile]:
         """Return one tile in memory, else tiles of enough ranks each: whole hosts, where several are known."""
@@ -297,7 +298,7 @@ class _Pipeline(msgspec.Struct, dict=True):
                 tiles.append([])
             tiles[-1].append(rank)
             previous_host = self.host[rank]
-        return [stages.Tile(tuple(ranks), _with_neighbours(ranks, explained), CollectiveExtract({})) for ranks in tiles]
+        return [stages.Tile(tuple(ranks), _with_neighbours(ranks, explained), AbsentRanks({})) for ranks in tiles]
 
     def _fit_clocks(self, tiles: Sequence[stages.Tile], collective_index: CollectiveIndex) -> Clocks:
         """Fit the clocks of the hosts to the traffic within tiles and to the collectives."""
