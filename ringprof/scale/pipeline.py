@@ -90,7 +90,7 @@ def _build_pipeline(
     if info.needs_clocks:
         whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, recorded, info.hosts)
         clocks = _Pipeline(whole, info, workers, notify).attribute().clocks
-        info = info.align(clocks)
+        info = msgspec.structs.replace(info, offset_ns=clocks.offset_ns)
     context = stages.RunContext(store(), focus, info.chosen_by_rank(), recorded, info.hosts)
     return _Pipeline(context, info, workers, notify, clocks)
 

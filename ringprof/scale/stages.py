@@ -48,7 +48,7 @@ class RunContext(msgspec.Struct, frozen=True):
 
     store: RankStore
     focus: Focus
-    between_ns: Mapping[int, tuple[int, int] | None]
+    between_ns: Mapping[int, tuple[int, int]]
     """Rank -> the chosen times as Unix times of its clock; empty where none are chosen."""
     recorded: Run | str | None
     """The recorder's run.json, or its path."""
