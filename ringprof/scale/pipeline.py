@@ -342,19 +342,16 @@ class _Pipeline(msgspec.Struct, dict=True):
                 detail = self.context.store.detail(rank.rank)
                 reader = read_detail if detail is None else in_memory_reader(detail)
                 finished[rank.rank] = replace(rank, read_detail=reader)
-                if step_result is not None:
-                    self._keep_step_result(rank.rank, step_result)
+                if step_result is None:
+                    continue
+                self.step_summaries[rank.rank], plan, rank_exposed = step_result
+                # Sums are kept for few plans only, so that memory does not grow with ranks.
+                if plan in self.exposed_by_plan or (plan is not None and len(self.exposed_by_plan) < MAX_PLANS):
+                    exposed, ranks_of_plan = self.exposed_by_plan.setdefault(plan, ({}, set()))
+                    add_exposed(exposed, rank_exposed)
+                    ranks_of_plan.add(rank.rank)
             self.notify("ranks split", len(finished), len(ranks))
         return tuple(finished[rank.rank] for rank in ranks), inconclusive
-
-    def _keep_step_result(self, rank: int, result: stages.RankStepResult) -> None:
-        """Keep the steps that a rank has on its own, for few plans only, so that memory does not grow with ranks."""
-        self.step_summaries[rank], plan, rank_exposed = result
-        if plan is None or (plan not in self.exposed_by_plan and len(self.exposed_by_plan) >= MAX_PLANS):
-            return
-        exposed, ranks = self.exposed_by_plan.setdefault(plan, ({}, set()))
-        add_exposed(exposed, rank_exposed)
-        ranks.add(rank)
 
 
 def _with_neighbours(ranks: Sequence[int], explained: Mapping[int, stages.RankExplanation]) -> tuple[int, ...]:
