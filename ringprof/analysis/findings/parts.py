@@ -16,6 +16,7 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings import recommendations as remedies
+from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.idle_text import blocked_idle_sentence, blocked_recommendation, launch_idle_sentence
 from ringprof.analysis.findings.recommendations import (
     UNBALANCED,
@@ -31,7 +32,7 @@ from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, NO_WORK, Facts
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
-from ringprof.common.formatting import milliseconds, percent, three_digits
+from ringprof.common.formatting import three_digits
 from ringprof.workload_checks import workload_fits
 
 Text = str | Callable[[Facts], str]
@@ -53,7 +54,7 @@ class PartRow(NamedTuple):
     remedy: Text = ""
     """Recommendation that would shorten the part; empty where none is known."""
     sentence: Callable[[Facts, float], str] = lambda facts, share: ""
-    """Line of the verdict where the part is the largest loss, from its share of the time."""
+    """Line of the verdict where the part is the largest loss, from its share of the time, without a full stop."""
     without_remedy: Text = ""
     """Why there is no recommendation for the part as the largest loss; empty where there is nothing to say."""
     noun: str = ""
@@ -109,7 +110,7 @@ def _attention_evidence(facts: Facts) -> str:
     attribution = facts.attribution
     if attribution.on_cpu:
         mean_ns = fmean(rank.breakdown.flash_ns for rank in attribution.ranks)
-        return f"attention operators, mean {milliseconds(mean_ns)}"
+        return Claim("attention operators, mean {mean(flash):ms}", mean_ns)
     reason = "the traces do not tell the work" if facts.waterfall.work == NO_WORK else "no peak is known that fits"
     if attribution.run is not None and not workload_fits(attribution.run):
         reason = "the stated workload does not fit the counted FLOPs"
@@ -120,16 +121,17 @@ def _peak_evidence(facts: Facts) -> str:
     """State the needed work and the peak."""
     work, rank_count = facts.waterfall.work, len(facts.attribution.ranks)
     assert work.peak is not None
-    peak = f"{work.peak.tflops:g} TFLOP/s ({work.peak.source})"
-    return f"{work.needed / rank_count / 1e12:,.1f} TFLOP per device at {peak}"
+    values = work.needed / rank_count / 1e12, work.peak.tflops, work.peak.source
+    return Claim("{needed_tflop:,.1f} TFLOP per device at {peak_tflops:g} TFLOP/s ({})", *values)
 
 
 def _vendor_peak_evidence(facts: Facts) -> str:
     """State the rate of a matrix product by calibration."""
     kernels = facts.waterfall.work.kernels
-    clock = "" if kernels.matmul_clock_mhz is None else f" at {kernels.matmul_clock_mhz:,.0f} MHz"
-    product = f"a plain matrix product reaches {kernels.matmul_tflops:,.0f} TFLOP/s{clock}"
-    return f"{product} by calibration {kernels.calibration}: a distance that no change of the program removes"
+    clock = "" if kernels.matmul_clock_mhz is None else Claim(" at {matmul_mhz:,.0f} MHz", kernels.matmul_clock_mhz)
+    product = Claim("a plain matrix product reaches {matmul_tflops:,.0f} TFLOP/s{}", kernels.matmul_tflops, clock)
+    distance = "a distance that no change of the program removes"
+    return Claim(f"{{}} by calibration {{}}: {distance}", product, kernels.calibration)
 
 
 def _kernel_evidence(facts: Facts) -> str:
@@ -137,11 +139,11 @@ def _kernel_evidence(facts: Facts) -> str:
     work = facts.waterfall.work
     unknown = f"; {work.kernels.unknown}" if work.kernels.unknown else ""
     if work.solo_tflops and work.peak:
-        share = work.solo_tflops / work.peak.tflops
-        return f"the same blocks alone: {work.solo_tflops:,.1f} TFLOP/s, {share:.0%} of peak{unknown}"
+        alone = "the same blocks alone: {solo_tflops:,.1f} TFLOP/s, {solo_tflops/peak_tflops:.0%} of peak{}"
+        return Claim(alone, work.solo_tflops, work.solo_tflops / work.peak.tflops, unknown)
     contained = "" if work.done is not None else " repeated work and"
     slower = f"no solo rate:{contained} slow-down beside communication is in it"
-    return f"{_rate_in_run(facts):,.1f} TFLOP/s in the run; {slower}{unknown}"
+    return Claim(f"{{rate_in_run:,.1f}} TFLOP/s in the run; {slower}{{}}", _rate_in_run(facts), unknown)
 
 
 def _rate_in_run(facts: Facts) -> float:
@@ -159,13 +161,14 @@ def _comparison(facts: Facts) -> str:
 def _repeated_evidence(facts: Facts) -> str:
     """Compare the computed blocks with the needed work."""
     work = facts.waterfall.work
-    return f"blocks of {(work.done or work.needed) / work.needed:.4f} times the work that the mask needs"
+    ratio = (work.done or work.needed) / work.needed
+    return Claim("blocks of {done/needed:.4f} times the work that the mask needs", ratio)
 
 
 def _slowdown_evidence(facts: Facts) -> str:
     """Compare the rate of the kernel in the run with its rate alone."""
-    work = facts.waterfall.work
-    return f"{_rate_in_run(facts):,.1f} TFLOP/s in the run against {work.solo_tflops:,.1f} alone"
+    rates = _rate_in_run(facts), facts.waterfall.work.solo_tflops
+    return Claim("{rate_in_run:,.1f} TFLOP/s in the run against {solo_tflops:,.1f} alone", *rates)
 
 
 def _computed_evidence(facts: Facts) -> str:
@@ -174,20 +177,20 @@ def _computed_evidence(facts: Facts) -> str:
     least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
     most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)
     if least is most:
-        return f"each rank computes {milliseconds(least.breakdown.compute_ns)}"
-    return f"{_computes(least)}, {_computes(most)}"
+        return Claim("each rank computes {max(compute):ms}", least.breakdown.compute_ns)
+    return Claim("{}, {}", _computes(least), _computes(most))
 
 
 def _computes(rank: Rank) -> str:
     """Say how long a rank computes."""
-    return f"rank {rank.rank} computes {milliseconds(rank.breakdown.compute_ns)}"
+    return Claim("rank {rank} computes {compute:ms}", rank.rank, rank.breakdown.compute_ns)
 
 
 def _wire_evidence(facts: Facts) -> str:
     """State the rates on the wire of the communication that takes longest."""
     rows = [row for row in facts.summary.communication if row.wire_gbps is not None]
-    rates = [f"{row.kind} {three_digits(row.wire_gbps or 0.0)} GB/s" for row in rows[:3]]
-    return f"on the wire with no computation beside it; {', '.join(rates) or 'rates not known'}"
+    rates = [Claim("{} {wire_gbps:3} GB/s", row.kind, row.wire_gbps or 0.0) for row in rows[:3]]
+    return Claim("on the wire with no computation beside it; {}", Claim(", ").join(rates) or "rates not known")
 
 
 def _unsplit_evidence(facts: Facts) -> str:
@@ -200,8 +203,8 @@ def _unsplit_evidence(facts: Facts) -> str:
 def _computation_evidence(part: str, facts: Facts) -> str:
     """Give the mean time of each kind that a part consists of."""
     beside = "" if facts.attribution.recurrent else "not beside attention; "
-    times = [f"{row.kind} {milliseconds(row.time_ns)}" for row in _kinds_of(facts, part)]
-    return f"{beside}mean of all: {', '.join(times) or 'none'}"
+    times = [Claim("{} {kind:ms}", row.kind, row.time_ns) for row in _kinds_of(facts, part)]
+    return Claim("{}mean of all: {}", beside, Claim(", ").join(times) or "none")
 
 
 def _launch_gaps_evidence(facts: Facts) -> str:
@@ -221,15 +224,18 @@ def _imbalance_line(facts: Facts, share: float) -> str:
     if waiting < _MOSTLY_WAITING:
         # The rank ends early, or waits in another kind of communication than its longest.
         most = max(facts.attribution.ranks, key=lambda rank: rank.breakdown.compute_ns)
-        return f"Imbalance takes {percent(share)} of the slowest rank's wall: {_computes(least)}, {_computes(most)}."
-    text = (
-        f"{percent(waiting, 0)} of rank {least.rank}'s {kind} time was waiting for ranks {_work_clause(facts, least)}"
-    )
+        takes = Claim("Imbalance takes {imbalance/wall:%} of the slowest rank's wall", share)
+        return Claim("{}: {}, {}", takes, _computes(least), _computes(most))
+    text = Claim(
+        "{waiting_of_kind:0%} of rank {rank}'s {} time was waiting for ranks {}",
+        waiting, least.rank, kind, _work_clause(facts, least),
+    )  # fmt: skip
     if known_contiguous(facts.attribution):
-        return f"{text}."
+        return text
     if rises_with_rank(facts.attribution):
-        return f"{text}; work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe."
-    return f"{text}; imbalance takes {percent(share)} of the slowest rank's wall."
+        rises = "work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe"
+        return Claim("{}; {}", text, rises)
+    return Claim("{}; imbalance takes {imbalance/wall:%} of the slowest rank's wall", text, share)
 
 
 def _waiting_share(rank: Rank) -> tuple[float, str]:
@@ -254,16 +260,17 @@ def _work_clause(facts: Facts, rank: Rank) -> str:
         ratio = max(flops.values()) / flops[rank.rank]
         if ratio >= UNBALANCED:
             causal = "causal " if run.workload and run.workload.causal else ""
-            return f"with up to {three_digits(ratio)} times its {causal}work"
+            return Claim("with up to {work_ratio:3} times its {}work", ratio, causal)
     longest = max(other.breakdown.compute_ns for other in facts.attribution.ranks)
-    return f"that compute up to {milliseconds(longest)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
+    times = longest, rank.breakdown.compute_ns
+    return Claim("that compute up to {max(compute):ms}, where it computes {min(compute):ms}", *times)
 
 
 def _wire_line(facts: Facts, share: float) -> str:
     """Say how much time is exposed wire, with the slow links or the worst ring step."""
     slow = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
-    text = f"{percent(share)} of the time is bytes on a wire with nothing to hide them"
-    return f"{text}: {slow}." if slow else f"{text}{_worst_step_clause(facts)}."
+    where = Claim(": {}", slow) if slow else _worst_step_clause(facts)
+    return Claim("{exposed_wire/time:%} of the time is bytes on a wire with nothing to hide them{}", share, where)
 
 
 def _slow_hosts_clause(facts: Facts) -> str:
@@ -276,8 +283,9 @@ def _slow_hosts_clause(facts: Facts) -> str:
     ]
     rate, kind = max(within, default=(0.0, ""))
     kind_name = f"{in_a_sentence(kind)} " if within and kind != between.kind else ""
-    against = f", {kind_name}{three_digits(rate)} within a host" if within else ""
-    return f"{in_a_sentence(between.kind)} between hosts moves {three_digits(between.wire_gbps or 0.0)} GB/s{against}"
+    against = Claim(", {}{within_host_gbps:3} within a host", kind_name, rate) if within else ""
+    template = "{} between hosts moves {between_hosts_gbps:3} GB/s{}"
+    return Claim(template, in_a_sentence(between.kind), between.wire_gbps or 0.0, against)
 
 
 def _slow_ranks_clause(facts: Facts) -> str:
@@ -286,20 +294,20 @@ def _slow_ranks_clause(facts: Facts) -> str:
     slow_rates = slow_senders(facts.attribution)
     if not slow_rates:
         return ""
-    ranks = [str(rank) for rank in slow_rates]
-    listed = ", ".join(ranks[:-1]) + (f" and {ranks[-1]}" if len(ranks) > 1 else ranks[-1])
-    return (
-        f"rank{'s' if len(slow_rates) > 1 else ''} {listed} send{'s' if len(slow_rates) == 1 else ''} "
-        f"at {_range_text([*slow_rates.values()])} "
-        f"GB/s, the others at {_range_text([rate for rank, rate in rates.items() if rate and rank not in slow_rates])}"
-        f"{_slow_links_clause(facts, set(slow_rates))}"
-    )
+    *ranks, last = [Claim("{rank}", rank) for rank in slow_rates]
+    send = Claim("ranks {} and {} send", Claim(", ").join(ranks), last) if ranks else Claim("rank {} sends", last)
+    other_rates = [rate for rank, rate in rates.items() if rate and rank not in slow_rates]
+    return Claim(
+        "{} at {} GB/s, the others at {}{}", send, _range_text("slow", [*slow_rates.values()]),
+        _range_text("others", other_rates), _slow_links_clause(facts, set(slow_rates)),
+    )  # fmt: skip
 
 
-def _range_text(values: Sequence[float]) -> str:
-    """Return the smallest and the largest value as ``LOW to HIGH``, or one number where they look equal."""
-    low, high = three_digits(min(values)), three_digits(max(values))
-    return low if low == high else f"{low} to {high}"
+def _range_text(whose: str, values: Sequence[float]) -> str:
+    """Return the lowest and the highest rate as ``LOW to HIGH``, or one number where they look equal."""
+    low, high = min(values), max(values)
+    to_high = "" if three_digits(low) == three_digits(high) else Claim(f" to {{max({whose}_gbps):3}}", high)
+    return Claim(f"{{min({whose}_gbps):3}}{{}}", low, to_high)
 
 
 def _slow_links_clause(facts: Facts, slow: set[int]) -> str:
@@ -313,7 +321,7 @@ def _slow_links_clause(facts: Facts, slow: set[int]) -> str:
     # Where all links of a ring join slow ranks, fast links would be named, too.
     if not links or len(links) > len(slow):
         return ""
-    return " (" + ", ".join(f"{sender} to {receiver}" for sender, receiver in sorted(links)[:6]) + ")"
+    return Claim(" ({})", Claim(", ").join(Claim("{rank} to {rank}", *link) for link in sorted(links)[:6]))
 
 
 def _worst_step_clause(facts: Facts) -> str:
@@ -331,29 +339,29 @@ def _worst_step_clause(facts: Facts) -> str:
     phase = max(phase_ns, key=lambda name: phase_ns[name])
     mean_ns = {key[1]: time / count for key, (time, count) in exposed_by_step.items() if key[0] == phase}
     worst = max(mean_ns, key=lambda step: mean_ns[step])
-    return (
-        f"; of what ring steps expose, {percent(phase_ns[phase] / total_ns, 0)} is in the {PASSES[phase]} pass, "
-        f"most in step {worst} (mean {milliseconds(mean_ns[worst])})"
-    )
+    return Claim(
+        "; of what ring steps expose, {exposed_in_pass:0%} is in the {} pass, most in step {step} "
+        "(mean {max(step):ms})",
+        phase_ns[phase] / total_ns, PASSES[phase], worst, mean_ns[worst],
+    )  # fmt: skip
 
 
 def _wait_line(facts: Facts, share: float) -> str:
     """Say how much of the slowest rank's wall time is waiting for peers, with the slow links or the late ranks."""
     slow_clause = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
-    waiting = "of the slowest rank's wall is waiting for peers"
+    waiting = Claim("{peer_wait/wall:%} of the slowest rank's wall is waiting for peers", share)
     wall_ns, ranks = facts.waterfall.wall_ns, facts.attribution.ranks
     early_ns = fmean(wall_ns - rank.breakdown.wall_ns for rank in ranks)
     ends_early = early_ns > _MIN_EARLY_SHARE * facts.waterfall.of("peer_wait")
     early_clause = ", or for the slowest rank to end" if ends_early else ""
     if slow_clause:
-        on_wire = percent(facts.waterfall.of("exposed_wire") / wall_ns)
-        return f"{percent(share)} {waiting} whose hops are slow{early_clause}, {on_wire} wire: {slow_clause}."
-    late = late_ranks(facts.attribution)
-    late_text = ", ".join(f"rank {rank} ({percent(caused, 0)} of all waiting)" for rank, caused in late.items())
-    late_clause = f"; most waited for: {late_text}" if late else ""
-    comma = "," if early_clause else ""
-    sentence = f"{percent(share)} {waiting}{early_clause}{comma} beyond what their computation differs by"
-    return f"{sentence}{late_clause}{_worst_step_clause(facts)}."
+        template = f"{{}} whose hops are slow{early_clause}, {{exposed_wire/wall:%}} wire: {{}}"
+        return Claim(template, waiting, facts.waterfall.of("exposed_wire") / wall_ns, slow_clause)
+    late = late_ranks(facts.attribution).items()
+    late_text = Claim(", ").join(Claim("rank {rank} ({waited_for:0%} of all waiting)", *item) for item in late)
+    late_clause = Claim("; most waited for: {}", late_text) if late else ""
+    beyond = f"{early_clause}{',' if early_clause else ''} beyond what their computation differs by"
+    return Claim("{}{}{}{}", waiting, beyond, late_clause, _worst_step_clause(facts))
 
 
 _MIN_EARLY_SHARE = 0.1
@@ -367,9 +375,11 @@ def _unsplit_line(facts: Facts, share: float) -> str:
     """
     if facts.attribution.on_cpu:
         # The share includes the time from a rank's own end to the slowest rank's.
-        blocked = f"ranks are blocked or done on average for {percent(share)} of the slowest rank's time"
-        return cpu_blocked_sentence(facts.attribution) or f"On CPU {blocked}: waiting and transfer cannot be separated."
-    return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step_clause(facts)}."
+        blocked = "ranks are blocked or done on average for {exposed_unsplit/wall:%} of the slowest rank's time"
+        on_cpu = Claim(f"On CPU {blocked}: waiting and transfer cannot be separated", share)
+        return cpu_blocked_sentence(facts.attribution) or on_cpu
+    unknown = "How much of it is waiting and how much wire is not known (see warnings)"
+    return Claim("{}{}", unknown, _worst_step_clause(facts))
 
 
 def _computation_line(part: str, facts: Facts, share: float) -> str:
@@ -389,10 +399,10 @@ def _kinds_of(facts: Facts, part: str) -> list[KindRow]:
 def _not_launched_line(facts: Facts, share: float) -> str:
     """Say how much of the time nothing runs because the next work is not launched yet."""
     if facts.attribution.on_cpu:
-        text = f"{percent(share)} of the time nothing computes"
         unmarked = any(warning.code == "cpu_no_wait_marks" for warning in facts.attribution.warnings)
-        return f"{text}; waiting is not recorded." if unmarked else f"{text} and nothing waits."
-    return launch_idle_sentence(facts.attribution, percent(share))
+        waits = "; waiting is not recorded" if unmarked else " and nothing waits"
+        return Claim(f"{{launch_gaps/time:%}} of the time nothing computes{waits}", share)
+    return launch_idle_sentence(facts.attribution, share)
 
 
 # --- blocked time on CPU ------------------------------------------------------------------------------
@@ -448,12 +458,12 @@ def cpu_blocked_sentence(attribution: Attribution) -> str:
     period = "in the captured block" if attribution.run and attribution.run.captured else "per iteration"
     between_share, within_share = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
     sent_mb, period_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
-    return (
-        f"{percent(between_share)} of the time ranks are blocked in channels that cross hosts"
-        f" ({', '.join(links.channels)}), {percent(within_share)} in channels within a host;"
-        f" {three_digits(sent_mb)} MB leave each host {period},"
-        f" {three_digits(sent_mb / period_s)} MB/s."
-    )
+    return Claim(
+        "{blocked_between_hosts/time:%} of the time ranks are blocked in channels that cross hosts ({}), "
+        "{blocked_within_hosts/time:%} in channels within a host; {leaving_mb:3} MB leave each host {}, "
+        "{leaving_mbps:3} MB/s",
+        between_share, ", ".join(links.channels), within_share, sent_mb, period, sent_mb / period_s,
+    )  # fmt: skip
 
 
 # --- the table ----------------------------------------------------------------------------------------
@@ -498,7 +508,9 @@ PARTS = {
             "other_groups", "other groups' communication",
             "communication of groups that were not asked for, with nothing beside it",
             "other groups' communication beside computation",
-            lambda facts, share: f"{percent(share)} of the time is exposed communication of other groups.",
+            lambda facts, share: Claim(
+                "{other_groups/time:%} of the time is exposed communication of other groups", share
+            ),
         ),
         _computation("recurrence", "linear recurrences"),
         _computation("matrix_products", "matrix products"),
@@ -511,7 +523,7 @@ PARTS = {
             "blocked", "blocked idle",
             "nothing ran on the device, although the next activity had been launched, or no launch is recorded",
             lambda facts: blocked_recommendation(facts.attribution),
-            lambda facts, share: blocked_idle_sentence(facts.attribution, percent(share)),
+            lambda facts, share: blocked_idle_sentence(facts.attribution, share),
             "what most of it waits for is not recorded",
         ),
     )
