@@ -307,8 +307,8 @@ def audit(case: Case, category: str, text: str) -> None:
         assert_shown(text)
     for name, value in figures:
         if name not in OWN:
-            share_or_rate = 1e-4 if unit_of(name) == "share" else 2e-6
-            tolerance = 2.0 if unit_of(name) == "ns" else share_or_rate
+            # Times of the waterfall are whole nanoseconds.
+            tolerance = {"ns": 2.0, "share": 2 / case.mean_wall}.get(unit_of(name), 2e-6)
             assert value == pytest.approx(right_value(case, name), rel=1e-6, abs=tolerance), f"{name} in {text!r}"
     _audit_words(case, category, getattr(text, "words", text), [value for _, value in figures])
 
