@@ -90,7 +90,7 @@ class WorkloadShard:
         q_shape = (shape.batch, shape.seq, shape.heads, shape.head_dim)
         queries = torch.randn(q_shape, generator=seeded(device, 0), device=device, dtype=dtype)
         generator = seeded(device, 1 + strategy.comm.rank)
-        kv = strategy.local_shapes(shape).kv
+        _, kv = strategy.local_shapes(shape)
         sizes = (workload.head_dim, workload.v_head_dim or workload.head_dim)
         k, v = (torch.randn((*kv[:3], size), generator=generator, device=device, dtype=dtype) for size in sizes)
         q, sinks = strategy.shard(queries).contiguous(), drawn_sinks(workload, device)

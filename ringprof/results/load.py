@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.common.limits import MemoryBudget
@@ -14,9 +18,10 @@ from ringprof.common.log_lines import TEXT_SHARE
 from ringprof.errors import InputError, KernelTableError, NoKernelTableError
 from ringprof.printed.communication.detect import find_comm_logs
 from ringprof.results.options import LoadOptions
-from ringprof.run import RankTrace, read_run
+from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet
+from ringprof.trace.columns import Notice
 from ringprof.trace.formats import REDUCED, format_at, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
 from ringprof.trace.ranks import checked_traces, json_bytes, read_traces
@@ -98,7 +103,7 @@ def load_any(
         )
     calibration = reading.calibration()
     analysis = _load_run(source.run, source, reading) if source.run else _load_traces(source, reading)
-    analysis.findings = msgspec.structs.replace(analysis.findings, calibration=calibration)
+    analysis.findings = replace(analysis.findings, calibration=calibration)
     analysis.given = tuple(names)
     return analysis
 
@@ -152,13 +157,30 @@ def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
     ranks = [trace.rank for trace in run.traces]
     paths = [_quickest(folder, trace) for trace in run.traces]
     if _are_many(paths, reading):
-        return _load_stored(
+        analysis = _load_stored(
             TraceSet([_absolute(name) for name in paths], ranks, shown, run, _absolute(path)), source, reading
         )
-    path_of = dict(zip(ranks, shown, strict=True))
-    read = read_traces(paths, jobs=reading.jobs, limits=reading.limits(), ranks=ranks)
-    traces = [msgspec.structs.replace(trace, path=path_of[trace.rank or 0]) for trace in read]
-    return Analysis(explain_traces(traces, run, reading.ranks_per_host, reading.focus()), source)
+    else:
+        path_of = dict(zip(ranks, shown, strict=True))
+        read = read_traces(paths, jobs=reading.jobs, limits=reading.limits(), ranks=ranks)
+        traces = [replace(trace, path=path_of[trace.rank or 0]) for trace in read]
+        analysis = Analysis(explain_traces(traces, run, reading.ranks_per_host, reading.focus()), source)
+    if newer := _newer_beside(path, run):
+        notice = Notice("newer_run", f"{newer} is newer; a capture writes there if {folder_of(path)} is not empty")
+        attribution = replace(analysis.attribution, warnings=(notice, *analysis.attribution.warnings))
+        analysis.findings = replace(analysis.findings, attribution=attribution)
+    return analysis
+
+
+def _newer_beside(path: str, run: Run) -> Path | None:
+    """Return the newest folder beside the run's, with its name and a number, whose run is newer; local ones only."""
+    folder = Path(folder_of(path)).absolute()
+    newest, when = None, run.created
+    for file in () if is_url(path) else folder.parent.glob(f"{glob.escape(folder.name)}-*/run.json"):
+        with suppress(InputError):
+            if re.fullmatch("-[0-9]{1,3}", file.parent.name[len(folder.name) :]) and read_run(file).created > when:
+                newest, when = Path(folder_of(path)).with_name(file.parent.name), read_run(file).created
+    return newest
 
 
 def _quickest(folder: str, trace: RankTrace) -> str:

@@ -1,7 +1,8 @@
 """Profiling of a block of a user's own program, on every rank that runs it. Loads torch.
 
-Wrong usage raises before the block starts. From then on nothing here raises: a failure of the recording is a warning of
-the logger ``ringprof.capture`` (a line on stderr unless the program handles it), and no run is written.
+Wrong arguments raise before the block starts. Nothing else raises, unless the caller asks for it: what prevents a
+recording is a warning of the logger ``ringprof.capture`` (a line on stderr unless the program handles it), and no run
+is written.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def capture(
     strategy: Any = None,
     model: nn.Module | None = None,
     record_shapes: bool = False,
+    strict: bool = False,
     reduce: _Reduce | None = None,
 ) -> Iterator[None]:
-    """Profile the block on every rank and write a run into ``folder``, which must be new or empty.
+    """Profile the block on every rank and write a run into ``folder``, or beside it where that is not empty.
 
     Works inside a program started by torchrun, or in a single process. An existing process group is used and left
     unchanged; none is created. All ranks of ``group`` must enter, others must not. ``group`` is a process group or a
@@ -74,11 +76,14 @@ def capture(
 
     Run one warm-up step before the block, because the first step sets up communicators.
 
-    Raises `UsageError` before the block if the folder is not empty or cannot be written, or if a rank has another
-    active profiler; also on a rank outside ``group``. Torch has one profiler per process; one that only warms up cannot
-    be detected, and two may end the process. Nothing else is raised: if recording fails or a rank is missing, the
-    logger ``ringprof.capture`` warns in one line, the program continues, and no run is written. An error in the block
-    propagates and leaves no run behind.
+    A capture does not end the program: the logger ``ringprof.capture`` warns in one line. Where ``folder`` is not
+    empty, the run is written into ``folder-2``, or the next number that is free, on all ranks. Where nothing can be
+    written there, a rank has another active profiler, a rank is missing or recording fails, the block runs and no run
+    is written. Torch has one profiler per process; one that only warms up cannot be detected, and two may end the
+    process. An error in the block propagates and leaves no run behind.
+
+    Raises `UsageError` before the block for wrong arguments and on a rank outside ``group``; with ``strict``, also if
+    the folder is not empty or cannot be written, or a rank has another active profiler.
     """
     if workload is not None and not isinstance(workload, Workload):
         raise UsageError(f"workload is a ringprof.Workload, not {workload!r}")
@@ -92,6 +97,7 @@ def capture(
         group is not None,
         reduce,
         record_shapes=record_shapes,
+        strict=strict,
     )
     recorder = _Recorder(arguments, GroupRanks(group))
     try:
@@ -111,6 +117,7 @@ def capture(
 _PROFILER_IS_BUSY = (
     "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
 )
+_MOST_FOLDERS = 1000
 _RANK_IS_MISSING = "another rank has ended, or is not here: all of the group must enter (see group=)"
 
 
@@ -126,6 +133,8 @@ class _CaptureArguments:
     """Whether the caller named the ranks that share the workload, as ``group``."""
     reduce: _Reduce | None
     record_shapes: bool
+    strict: bool
+    """Whether what prevents a recording raises before the block."""
 
 
 class _Opening(msgspec.Struct, frozen=True):
@@ -133,6 +142,8 @@ class _Opening(msgspec.Struct, frozen=True):
 
     refusal: str = ""
     token: str = ""
+    target: str = ""
+    """Folder that the first rank has chosen."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -154,8 +165,7 @@ class _Recorder:
     def __init__(self, arguments: _CaptureArguments, ranks: GroupRanks) -> None:
         self._arguments, self._ranks = arguments, ranks
         self._created = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-        label = f".{ranks.label}" if ranks.label else ""
-        self._staging = arguments.target.parent / f".{arguments.target.name}{label}.partial"
+        self._target = arguments.target
         self._owns_staging = False
         self._token, self._problem = "", ""
         self._disconnected = False
@@ -168,20 +178,32 @@ class _Recorder:
     # --- before the block -----------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Create the staging folder of the run. Raises `UsageError` on every rank if any rank refuses."""
+        """Create the staging folder of the run. Where any rank refuses and it is strict, raises `UsageError` on all."""
         message = _Opening(_PROFILER_IS_BUSY.format(self._ranks.number)) if profiler_is_busy() else _Opening()
         if self._ranks.rank == 0 and not message.refusal:
-            message = _create_staging(self._run_folder(), self._staging)
+            first = self._target
+            for number in range(2, _MOST_FOLDERS):
+                if self._arguments.strict or not _holds_something(self._run_folder()):
+                    break
+                self._target = first.with_name(f"{first.name}-{number}")
+            message = _create_staging(self._target, self._run_folder(), self._staging)
             self._owns_staging = not message.refusal
+            if self._owns_staging and self._target != first:
+                self._warn(f"not empty: the run is written to {self._target}")
         try:
             messages = self._ranks.gather_structs(message)
         except RuntimeError as error:
             self._give_up(error)
             return
-        for answer in messages:
-            if answer.refusal:
-                raise UsageError(answer.refusal)
-        self._token = messages[0].token
+        refusals = [answer.refusal for answer in messages if answer.refusal]
+        if refusals and self._arguments.strict:
+            raise UsageError(refusals[0])
+        if refusals:
+            self._disconnected = True
+            if self._ranks.rank == 0:
+                self._warn(f"no run: {refusals[0]}")
+            return
+        self._token, self._target = messages[0].token, Path(messages[0].target)
 
     def start(self) -> None:
         """Start the profiler, together with the other ranks."""
@@ -287,8 +309,8 @@ class _Recorder:
     def _publish(self, results: list[RankResult], sharing_ranks: int | None) -> None:
         """Complete the run's folder and rename it to its final name, in place of an empty folder of that name."""
         folder = self._run_folder()
-        label = "" if folder == self._arguments.target else f"-{self._ranks.label}"
-        name = f"{self._arguments.name or self._arguments.target.name}{label}"
+        label = "" if folder == self._target else f"-{self._ranks.label}"
+        name = f"{self._arguments.name or self._target.name}{label}"
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         run = _add_description(
             build_run(name, self._created, command, results, self._ranks.device), self._arguments, self._ranks
@@ -305,9 +327,14 @@ class _Recorder:
     # --- helpers --------------------------------------------------------------------------------------
 
     def _run_folder(self) -> Path:
-        """Return the run's folder: ``target``, or a subfolder if other groups of this job capture into it, too."""
+        """Return the run's folder: the target, or a subfolder if other groups of this job capture into it, too."""
         is_shared = bool(self._ranks.label) and self._ranks.groups_in(self._arguments.target) > 1
-        return self._arguments.target / self._ranks.label if is_shared else self._arguments.target
+        return self._target / self._ranks.label if is_shared else self._target
+
+    @property
+    def _staging(self) -> Path:
+        label = f".{self._ranks.label}" if self._ranks.label else ""
+        return self._target.parent / f".{self._target.name}{label}.partial"
 
     def _wait(self) -> None:
         if self._disconnected:
@@ -334,15 +361,22 @@ class _Recorder:
         _log.warning("ringprof.capture: %s: %s", self._arguments.target, message)
 
 
-def _create_staging(folder: Path, staging: Path) -> _Opening:
+def _holds_something(folder: Path) -> bool:
+    """Return whether a run cannot have this name: it is a file, or a folder that is not empty."""
+    with suppress(OSError):
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    return False
+
+
+def _create_staging(target: Path, folder: Path, staging: Path) -> _Opening:
     """Create the staging folder and lock it, after removing what killed captures have left."""
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if _holds_something(folder):
             return _Opening(f"{folder}: not empty; capture never overwrites, choose another folder")
         staging.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(staging.parent)
         staging.mkdir()
-        return _Opening(token=lock(staging))
+        return _Opening(token=lock(staging), target=str(target))
     except FileExistsError:
         if not staging.parent.is_dir():
             return _Opening(f"{folder}: cannot write the run here: {staging.parent} is no folder")

@@ -6,6 +6,7 @@ import math
 import re
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from ringprof.strategies.base import Shape
 from ringprof.workload.mask import Mask
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
+from tests.strategies.test_hops_on_cpu import on_transport
 from tests.strategies.test_results import examples
 from tests.test_mask import sees
 
@@ -151,6 +153,28 @@ def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) ->
     for problem in [*problems, *masked, WorkloadShard(4, 40, kernel="cpu-flash")]:
         for label, error in run_ranks(world, errors, cases, problem, dense(problem))[0]:
             assert error < 1e-12, label
+
+
+def errors_in_late_hops(
+    rank: int, transport: str, folder: str, problems: list[WorkloadShard], truths: list[tuple[Tensor, Tensor]]
+) -> list[tuple[str, float]]:
+    """Return the errors over hops that come as late as their contract allows, in memory that is poisoned before."""
+    with on_transport(transport, "late", folder):
+        pairs = zip(problems, truths, strict=True)
+        return [row for problem, truth in pairs for row in errors(rank, [*PREFILL, *DECODE], problem, truth)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_late_hops_of_prefill_and_decode_are_exact(world: int, transport: str, tmp_path: Path) -> None:
+    problems = [
+        WorkloadShard(16, 48), WorkloadShard(16, 48, window=(6, 0), sinks=True),
+        WorkloadShard(16, 24, causal=False, window=(9, 1), prefix=2, v_head_dim=1), WorkloadShard(8, 8, batch=2),
+    ]  # fmt: skip
+    truths = [dense(problem) for problem in problems]
+    for label, error in run_ranks(world, errors_in_late_hops, transport, str(tmp_path), problems, truths)[0]:
+        assert error < 1e-12, label
 
 
 @pytest.mark.processes
@@ -427,7 +451,7 @@ def test_cached_key_positions_of_each_rank() -> None:
 @pytest.mark.parametrize("name", ["dcp", "ring-prefill"])
 def test_cache_shapes_need_no_list_of_positions(name: str) -> None:
     """A list of 2**50 positions fits in no memory: a dry run of a cache that is too large must still end."""
-    assert create(name).local_shapes(Shape(1, 4, 8, 2, 8, 2**50)).kv == (1, 2**50, 2, 8)
+    assert create(name).local_shapes(Shape(1, 4, 8, 2, 8, 2**50))[1] == (1, 2**50, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -566,7 +590,7 @@ def test_decode_and_prefill_use_the_ranges_of_training() -> None:
     (decode,) = run_ranks(2, phases, [Case("dcp")], WorkloadShard(1, 32))[0]
     assert decode - {"send", "wait"} == {blocks[0], merges[1]}
     hops, queries = run_ranks(2, phases, PREFILL[:2], WorkloadShard(16, 48))[1]
-    assert hops - {"send", "wait"} == {*blocks, *merges}
+    assert hops - {"send", "wait", "wait-for-all"} == {*blocks, *merges}
     assert queries - {"send", "wait"} == {*blocks, *merges, "fwd/step=2/merge"}
     assert all({"send", "wait"} <= names for names in (decode, hops, queries))
 

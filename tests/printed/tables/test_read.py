@@ -59,9 +59,9 @@ def test_published_log_is_read() -> None:
     first = table.rows[0]
     assert first.cut and first.stem.startswith("void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<")
     assert (first.self_device_ns, first.calls, first.unit, first.step_ns) == (14_531_000_000, 388, "s", 1_000_000)
-    assert table.context.iteration_ns == 1_941_490_000
-    assert table.context.world_size == 32
-    assert [(share.printed, share.parts) for share in table.context.shares] == [
+    assert table.iteration_ns == 1_941_490_000
+    assert table.world_size == 32
+    assert [(share.printed, share.parts) for share in table.shares] == [
         ("0.03", (0.0138, 0.0051, 0.0044, 0.002)),
         ("0.00", ()),
     ]
