@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import jsonschema
@@ -13,10 +12,9 @@ from ringprof.analysis.findings.parts import blocked_by_link
 from ringprof.common.json_object import json_text
 from ringprof.run import read_run
 from tests.analysis.idle_oracle import run_traces_of
-from tests.analysis.sweep import sweep
-from tests.analysis.test_real_runs import nanoseconds
 from tests.loaded import analysis
 from tests.paths import TRACES
+from tests.report.raw_facts import of_file
 from tests.report.schema_walk import SCHEMA, undescribed
 from tests.tiers import tiered
 
@@ -31,33 +29,6 @@ OTHERS = [
     *sorted(path.parent for path in TRACES.glob("[!h]*/run.json")),
     *sorted(path.parent for path in TRACES.glob("h100*/run.json")),
 ]
-
-
-def raw_events(path):
-    """List (start, end, class) of device activities launched inside ``ringprof::iteration``, without base time."""
-    text = gzip.decompress(path.read_bytes())
-    events = [event for event in json.loads(text, parse_float=str, parse_int=str)["traceEvents"] if "cat" in event]
-    ranges = [
-        (nanoseconds(event["ts"]), nanoseconds(event["ts"]) + nanoseconds(event["dur"]))
-        for event in events
-        if event["cat"] == "user_annotation" and event["name"] == "ringprof::iteration"
-    ]
-    inside = {
-        event["args"]["correlation"]
-        for event in events
-        if event["cat"] in {"cuda_runtime", "cuda_driver"} and "correlation" in event.get("args", {})
-        if any(start <= nanoseconds(event["ts"]) < end for start, end in ranges)
-    }
-    activities = []
-    for event in events:
-        if event["cat"] in {"kernel", "gpu_memcpy", "gpu_memset"} and event["args"]["correlation"] in inside:
-            start = nanoseconds(event["ts"])
-            kind = "memory" if event["cat"] != "kernel" else "compute"
-            # Communication is NCCL's kernels and peer-to-peer copies.
-            if event["name"].startswith(("nccl", "Memcpy PtoP")):
-                kind = "comm"
-            activities.append((start, start + nanoseconds(event["dur"]), kind))
-    return activities
 
 
 def test_committed_runs_exist():
@@ -76,7 +47,7 @@ def test_committed_run_is_verified_and_consistent(folder):
     assert list(undescribed(report, SCHEMA)) == []
     assert run.work is not None and run.profiled is not None
     for rank, trace in zip(report["ranks"], run.traces, strict=True):
-        expected = sweep(raw_events(folder / trace.path))
+        expected = {**of_file(folder / trace.path).swept}
         blocked = sum(block.end - block.start for block in copies.blocks(rank["rank"]))
         expected["exposed_comm"] += blocked
         expected["idle"] -= blocked

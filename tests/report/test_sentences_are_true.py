@@ -14,6 +14,7 @@ import pytest
 
 from ringprof.analysis.findings.claim import Claim, Figure
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.waterfall import LIMITS
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
 from ringprof.scale.pipeline import attribute
@@ -47,7 +48,14 @@ def sentences(case: Case) -> list[tuple[str, str, str]]:
 
 def false_sentences(case: Case) -> list[str]:
     """List the problems of the sentences that are false or have no rule."""
-    problems = []
+    problems, step, lines = [], case.findings.next_step, case.findings.verdict
+    has_loss = any(
+        row["share"] >= 0.02 and row["remedy"] for row in case.report["waterfall"] if row["part"] not in LIMITS
+    )
+    if not 1 <= len(lines) <= 4 or not all(lines) or any("nan" in line or "inf" in line for line in lines):
+        problems.append(f"verdict of {lines}")
+    if step is None and has_loss:
+        problems.append("a loss has a remedy, but is no next step")
     for category, part, text in sentences(case):
         case.part = part
         try:
