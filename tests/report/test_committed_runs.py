@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.parts import blocked_by_link
+from ringprof.analysis.findings.claim import Claim
+from ringprof.analysis.findings.parts import cpu_blocked_clause
 from ringprof.common.json_object import json_text
 from ringprof.run import read_run
 from tests.analysis.idle_oracle import run_traces_of
@@ -89,10 +90,10 @@ def test_a_committed_run_on_two_hosts_names_the_wire_between_them(name, leaving)
     run = read_run(folder / "run.json")
     report = ringprof.load(folder).report()
     assert run.topology.hosts == ["host0", "host0", "host1", "host1"] and run.work is not None
-    links = blocked_by_link(analysis(folder).attribution)
-    assert links is not None and links.leaving_bytes == leaving * ELEMENTS
-    exposed = sum(rank["exposed_comm_ns"] for rank in report["ranks"]) / 4
-    assert links.between_hosts_ns + links.within_host_ns == pytest.approx(exposed, rel=1e-9)
-    assert links.between_hosts_ns > links.within_host_ns
-    wall_s = sum(rank["wall_ns"] for rank in report["ranks"]) / 4 / 1e9
-    assert links.leaving_bytes / wall_s / 1e6 < WIRE_MB_S
+    clause = cpu_blocked_clause(analysis(folder).attribution)
+    assert isinstance(clause, Claim)
+    between, within, leaving_mb, _ = (figure.value for figure in clause.figures)
+    exposed, wall_ns = (sum(rank[key] for rank in report["ranks"]) for key in ("exposed_comm_ns", "wall_ns"))
+    assert leaving_mb == leaving * ELEMENTS / 1e6
+    assert between + within == pytest.approx(exposed / wall_ns, rel=1e-9) and between > within
+    assert leaving_mb / (wall_ns / 4 / 1e9) < WIRE_MB_S

@@ -12,8 +12,6 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-import msgspec
-
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings import recommendations as remedies
 from ringprof.analysis.findings.claim import Claim
@@ -125,13 +123,14 @@ def _peak_evidence(facts: Facts) -> str:
     return Claim("{needed_tflop:,.1f} TFLOP per device at {peak_tflops:g} TFLOP/s ({})", *values)
 
 
-def _vendor_peak_evidence(facts: Facts) -> str:
+def _matrix_product_evidence(facts: Facts) -> str:
     """State the rate of a matrix product by calibration."""
     kernels = facts.waterfall.work.kernels
     clock = "" if kernels.matmul_clock_mhz is None else Claim(" at {matmul_mhz:,.0f} MHz", kernels.matmul_clock_mhz)
-    product = Claim("a plain matrix product reaches {matmul_tflops:,.0f} TFLOP/s{}", kernels.matmul_tflops, clock)
-    distance = "a distance that no change of the program removes"
-    return Claim(f"{{}} by calibration {{}}: {distance}", product, kernels.calibration)
+    template = (
+        "a plain matrix product reaches {matmul_tflops:,.0f} TFLOP/s{} by calibration {}: a distance that no change "
+    )
+    return Claim(f"{template}of the program removes", kernels.matmul_tflops, clock, kernels.calibration)
 
 
 def _kernel_evidence(facts: Facts) -> str:
@@ -158,19 +157,6 @@ def _comparison(facts: Facts) -> str:
     return facts.waterfall.work.kernels.evidence
 
 
-def _repeated_evidence(facts: Facts) -> str:
-    """Compare the computed blocks with the needed work."""
-    work = facts.waterfall.work
-    ratio = (work.done or work.needed) / work.needed
-    return Claim("blocks of {done/needed:.4f} times the work that the mask needs", ratio)
-
-
-def _slowdown_evidence(facts: Facts) -> str:
-    """Compare the rate of the kernel in the run with its rate alone."""
-    rates = _rate_in_run(facts), facts.waterfall.work.solo_tflops
-    return Claim("{rate_in_run:,.1f} TFLOP/s in the run against {solo_tflops:,.1f} alone", *rates)
-
-
 def _computed_evidence(facts: Facts) -> str:
     """State the shortest and the longest computation of any rank."""
     ranks = facts.attribution.ranks
@@ -193,25 +179,11 @@ def _wire_evidence(facts: Facts) -> str:
     return Claim("on the wire with no computation beside it; {}", Claim(", ").join(rates) or "rates not known")
 
 
-def _unsplit_evidence(facts: Facts) -> str:
-    """Say why wire, waiting and imbalance are one part."""
-    if facts.attribution.on_cpu:
-        return "blocked in wait: on CPU wire, peer wait and imbalance are not told apart"
-    return "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
-
-
 def _computation_evidence(part: str, facts: Facts) -> str:
     """Give the mean time of each kind that a part consists of."""
     beside = "" if facts.attribution.recurrent else "not beside attention; "
     times = [Claim("{} {kind:ms}", row.kind, row.time_ns) for row in _kinds_of(facts, part)]
     return Claim("{}mean of all: {}", beside, Claim(", ").join(times) or "none")
-
-
-def _launch_gaps_evidence(facts: Facts) -> str:
-    """Say which idle time counts as host-bound."""
-    if facts.attribution.on_cpu:
-        return "neither computing nor blocked"
-    return "nothing ran on the device before the next activity was launched, and in gaps below 5 us"
 
 
 # --- sentences: the cause of the largest loss, as a line of the verdict -------------------------------
@@ -373,13 +345,44 @@ def _unsplit_line(facts: Facts, share: float) -> str:
 
     ``share`` is that of the slowest rank's time.
     """
-    if facts.attribution.on_cpu:
-        # The share includes the time from a rank's own end to the slowest rank's.
-        blocked = "ranks are blocked or done on average for {exposed_unsplit/wall:%} of the slowest rank's time"
-        on_cpu = Claim(f"On CPU {blocked}: waiting and transfer cannot be separated", share)
-        return cpu_blocked_sentence(facts.attribution) or on_cpu
-    unknown = "How much of it is waiting and how much wire is not known (see warnings)"
-    return Claim("{}{}", unknown, _worst_step_clause(facts))
+    if not facts.attribution.on_cpu:
+        unknown = "How much of it is waiting and how much wire is not known (see warnings)"
+        return Claim("{}{}", unknown, _worst_step_clause(facts))
+    # The share includes the time from a rank's own end to the slowest rank's.
+    blocked = "ranks are blocked or done on average for {exposed_unsplit/wall:%} of the slowest rank's time"
+    unknown = Claim(f"On CPU {blocked}: waiting and transfer cannot be separated", share)
+    return cpu_blocked_clause(facts.attribution) or unknown
+
+
+def cpu_blocked_clause(attribution: Attribution) -> str:
+    """Say how long CPU ranks of several hosts are blocked in channels between and within hosts.
+
+    Empty where all ranks are on one host, or the run does not state its channels and links.
+    """
+    run, ranks, host_count = attribution.run, attribution.ranks, len({rank.host for rank in attribution.ranks})
+    if run is None or run.work is None or not attribution.on_cpu or host_count < 2:
+        return ""
+    leaving = [entry for work in run.work for entry in work.sent or () if entry.link == OTHER_HOST]
+    blocked_ns: dict[str, int] = defaultdict(int)
+    for rank in ranks:
+        for channel, time_ns in rank.blocked_ns.items():
+            blocked_ns[channel] += time_ns
+    # Every rank of a ring that crosses hosts is delayed by the crossing, wherever its own neighbours are.
+    crossing = {entry.channel for entry in leaving}
+    between = {channel: time_ns for channel, time_ns in blocked_ns.items() if channel in crossing}
+    if not between:
+        return ""
+    wall_ns, between_ns = sum(rank.breakdown.wall_ns for rank in ranks), sum(between.values())
+    sent_mb = sum(entry.sent_bytes for entry in leaving) / host_count / 1e6
+    period_s = wall_ns / sum(len(rank.iteration_ns) or 1 for rank in ranks) / 1e9
+    return Claim(
+        "{blocked_between_hosts/time:%} of the time ranks are blocked in channels that cross hosts ({}), "
+        "{blocked_within_hosts/time:%} in channels within a host; {leaving_mb:3} MB leave each host {}, "
+        "{leaving_mbps:3} MB/s",
+        between_ns / wall_ns, ", ".join(sorted(between, key=lambda channel: -between[channel])),
+        (sum(blocked_ns.values()) - between_ns) / wall_ns, sent_mb,
+        "in the captured block" if run.captured else "per iteration", sent_mb / period_s,
+    )  # fmt: skip
 
 
 def _computation_line(part: str, facts: Facts, share: float) -> str:
@@ -405,67 +408,6 @@ def _not_launched_line(facts: Facts, share: float) -> str:
     return launch_idle_sentence(facts.attribution, share)
 
 
-# --- blocked time on CPU ------------------------------------------------------------------------------
-
-
-class BlockedByLink(msgspec.Struct, frozen=True):
-    """Blocked time of CPU ranks by class of link: means over ranks, over all marked iterations."""
-
-    between_hosts_ns: float
-    """Time blocked in channels that cross hosts."""
-    within_host_ns: float
-    """Time blocked in the other channels."""
-    channels: tuple[str, ...]
-    """Channels that cross hosts, longest blocked first."""
-    leaving_bytes: float
-    """Bytes that one host sends to others in one iteration, or in a captured block; mean over hosts."""
-
-
-def blocked_by_link(attribution: Attribution) -> BlockedByLink | None:
-    """Split the blocked time of CPU ranks by class of link.
-
-    None where all ranks are on one host, or the run does not state its channels and links.
-    """
-    run, ranks = attribution.run, attribution.ranks
-    hosts = {rank.host for rank in ranks}
-    if run is None or run.work is None or not attribution.on_cpu or len(hosts) < 2:
-        return None
-    sends = [entry for work in run.work for entry in work.sent or ()]
-    # Every rank of a ring that crosses hosts is delayed by the crossing, wherever its own neighbours are.
-    crossing = {entry.channel for entry in sends if entry.link == OTHER_HOST}
-    blocked_ns: dict[str, int] = {}
-    for rank in ranks:
-        for channel, time_ns in rank.blocked_ns.items():
-            blocked_ns[channel] = blocked_ns.get(channel, 0) + time_ns
-    between_hosts = {channel: time_ns for channel, time_ns in blocked_ns.items() if channel in crossing}
-    if not between_hosts:
-        return None
-    return BlockedByLink(
-        between_hosts_ns=sum(between_hosts.values()) / len(ranks),
-        within_host_ns=(sum(blocked_ns.values()) - sum(between_hosts.values())) / len(ranks),
-        channels=tuple(sorted(between_hosts, key=lambda channel: -between_hosts[channel])),
-        leaving_bytes=sum(entry.sent_bytes for entry in sends if entry.link == OTHER_HOST) / len(hosts),
-    )
-
-
-def cpu_blocked_sentence(attribution: Attribution) -> str:
-    """Say how long CPU ranks of several hosts are blocked between and within hosts; empty where it is not known."""
-    links = blocked_by_link(attribution)
-    if links is None:
-        return ""
-    walls = [rank.breakdown.wall_ns for rank in attribution.ranks]
-    iterations = fmean(len(rank.iteration_ns) or 1 for rank in attribution.ranks)
-    period = "in the captured block" if attribution.run and attribution.run.captured else "per iteration"
-    between_share, within_share = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
-    sent_mb, period_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
-    return Claim(
-        "{blocked_between_hosts/time:%} of the time ranks are blocked in channels that cross hosts ({}), "
-        "{blocked_within_hosts/time:%} in channels within a host; {leaving_mb:3} MB leave each host {}, "
-        "{leaving_mbps:3} MB/s",
-        between_share, ", ".join(links.channels), within_share, sent_mb, period, sent_mb / period_s,
-    )  # fmt: skip
-
-
 # --- the table ----------------------------------------------------------------------------------------
 
 
@@ -479,7 +421,7 @@ PARTS = {
     row.name: row
     for row in (
         PartRow("peak", "needed work at peak", _peak_evidence),
-        PartRow("vendor_peak", "matrix product below peak", _vendor_peak_evidence),
+        PartRow("vendor_peak", "matrix product below peak", _matrix_product_evidence),
         PartRow(
             "kernel_limit", "attention below a matrix product", _kernel_evidence, remedies.kernel_limit,
             without_remedy=_comparison,
@@ -489,8 +431,18 @@ PARTS = {
             lambda facts: f"--kernel {facts.waterfall.work.kernels.fastest} (ringprof kernels)",
         ),
         PartRow("kernel", "attention kernel below peak", _kernel_evidence, remedies.another_kernel),
-        PartRow("repeated", "repeated work", _repeated_evidence, remedies.repeated),
-        PartRow("slowdown", "slow-down beside communication", _slowdown_evidence, remedies.slowdown),
+        PartRow(
+            "repeated", "repeated work",
+            lambda facts: Claim("blocks of {done/needed:.4f} times the work that the mask needs",
+                                (facts.waterfall.work.done or 0) / facts.waterfall.work.needed),
+            remedies.repeated,
+        ),
+        PartRow(
+            "slowdown", "slow-down beside communication",
+            lambda facts: Claim("{rate_in_run:,.1f} TFLOP/s in the run against {solo_tflops:,.1f} alone",
+                                _rate_in_run(facts), facts.waterfall.work.solo_tflops),
+            remedies.slowdown,
+        ),
         PartRow("attention", "attention kernels", _attention_evidence, remedies.attention),
         PartRow("imbalance", "imbalance between ranks", _computed_evidence, remedies.imbalance, _imbalance_line),
         PartRow("exposed_wire", "exposed wire", _wire_evidence, remedies.exposed_wire, _wire_line),
@@ -499,8 +451,11 @@ PARTS = {
             remedies.peer_wait, _wait_line,
         ),
         PartRow(
-            "exposed_unsplit", "exposed wire, wait and imbalance", _unsplit_evidence, remedies.exposed_unsplit,
-            _unsplit_line,
+            "exposed_unsplit", "exposed wire, wait and imbalance",
+            lambda facts: "blocked in wait: on CPU wire, peer wait and imbalance are not told apart"
+            if facts.attribution.on_cpu
+            else "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one",
+            remedies.exposed_unsplit, _unsplit_line,
             without_remedy=lambda facts: "which of these it is cannot be told on CPU" if facts.attribution.on_cpu
             else "why these cannot be told apart is among the warnings",
         ),
@@ -518,7 +473,12 @@ PARTS = {
         _computation("other_compute", "other computation", "computation other than attention"),
         _computation("merge_and_copies", "merges and copies", remedy=remedies.merge_and_copies),
         PartRow("background", "background only", "other work of the device runs, launched outside the window"),
-        PartRow("launch_gaps", "host-bound idle", _launch_gaps_evidence, remedies.launch_gaps, _not_launched_line),
+        PartRow(
+            "launch_gaps", "host-bound idle",
+            lambda facts: "neither computing nor blocked" if facts.attribution.on_cpu
+            else "nothing ran on the device before the next activity was launched, and in gaps below 5 us",
+            remedies.launch_gaps, _not_launched_line,
+        ),
         PartRow(
             "blocked", "blocked idle",
             "nothing ran on the device, although the next activity had been launched, or no launch is recorded",
