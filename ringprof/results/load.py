@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.common.limits import MemoryBudget
 from ringprof.common.log_lines import TEXT_SHARE
-from ringprof.errors import InputError, KernelTableError, NoKernelTableError
+from ringprof.errors import InputError, KernelTableError
 from ringprof.printed.communication.detect import find_comm_logs
 from ringprof.results.options import LoadOptions
 from ringprof.run import RankTrace, Run, read_run
@@ -27,6 +27,8 @@ from ringprof.trace.inputs import Input, detect, detect_bytes
 from ringprof.trace.ranks import checked_traces, json_bytes, read_traces
 
 if TYPE_CHECKING:
+    from ringprof.printed.benchmarks.logs import BenchmarkLogs
+    from ringprof.printed.benchmarks.rows import LogSettings
     from ringprof.printed.tables.table_analysis import TableAnalysis
 from ringprof.results.analysis import Analysis
 
@@ -77,18 +79,21 @@ def load(
         scheduler=scheduler, notify=notify,
     ))  # fmt: skip
     if not isinstance(loaded, Analysis):
-        raise KernelTableError(f"{loaded.name}: text with printed kernel tables: read it with ringprof.load_tables")
+        tables = hasattr(loaded, "reports")
+        content, reader = ("printed kernel tables", "load_tables") if tables else ("rows of a benchmark", "logs")
+        raise KernelTableError(f"{loaded.name}: text with {content}: read it with ringprof.{reader}")
     return loaded
 
 
 def load_any(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     reading: LoadOptions,
-    *,
-    wall_ns: int | None = None,
-    iterations: int | None = None,
-) -> Analysis | TableAnalysis:
-    """Load runs, traces or printed kernel tables, as `load` and `load_tables` do, depending on the input."""
+    **printed: Any,
+) -> Analysis | TableAnalysis | BenchmarkLogs:
+    """Load runs, traces or text, depending on the input: `load`, `load_tables` or `ringprof.logs`.
+
+    ``printed`` are arguments of `load_text`.
+    """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     try:
         source = detect(names)
@@ -98,9 +103,7 @@ def load_any(
             raise InputError(f"{names[0]}: {text} or ringprof.load_comm_logs") from None
         raise
     if source.type == "text":
-        return _load_text(
-            read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
-        )
+        return load_text(read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], **printed)
     calibration = reading.calibration()
     analysis = _load_run(source.run, source, reading) if source.run else _load_traces(source, reading)
     analysis.findings = replace(analysis.findings, calibration=calibration)
@@ -109,29 +112,39 @@ def load_any(
 
 
 def parse_any(
-    data: bytes, name: str, reading: LoadOptions, *, wall_ns: int | None = None, iterations: int | None = None
-) -> Analysis | TableAnalysis:
+    data: bytes, name: str, reading: LoadOptions, **printed: Any
+) -> Analysis | TableAnalysis | BenchmarkLogs:  # fmt: skip
     """Parse one trace or log that came through a pipe, as `load_any` does for paths."""
     kind = detect_bytes(data, name)
     if kind == "run":
         raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
     if kind == "text":
-        return _load_text(data, name, wall_ns, iterations)
+        return load_text(data, name, **printed)
     trace = parse_bytes(data, name, MemoryBudget(reading.limits()))
     traces = checked_traces([trace])
     return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 
 
-def _load_text(data: bytes, name: str, wall_ns: int | None, iterations: int | None) -> TableAnalysis:
-    from ringprof.printed.benchmarks.read import has_rows  # both are imported here, since few inputs are text
+def load_text(
+    data: bytes, name: str, *, wall_ns: int | None = None, iterations: int | None = None,
+    settings: LogSettings | None = None, spread: float | None = None, rows: bool = False,
+) -> TableAnalysis | BenchmarkLogs:  # fmt: skip
+    """Read printed kernel tables or, in a text without them or with ``rows``, the rows of a benchmark.
+
+    ``wall_ns`` and ``iterations`` are those of `load_tables`, ``settings`` and ``spread`` those of `ringprof.logs`.
+    Raises `KernelTableError` for a text that holds neither.
+    """
+    from ringprof.printed.benchmarks.logs import BenchmarkLogs  # these are imported here, since few inputs are text
+    from ringprof.printed.benchmarks.read import has_rows, parse_log
     from ringprof.printed.tables.table_analysis import analyse_tables
 
-    try:
-        return analyse_tables(data, name, wall_ns, iterations)
-    except NoKernelTableError:
-        if has_rows(data):
-            raise KernelTableError(f"{name}: benchmark rows but no kernel table: ringprof logs {name}") from None
-        raise
+    if not rows:
+        try:
+            return analyse_tables(data, name, wall_ns, iterations)
+        except KernelTableError:
+            if not has_rows(data):
+                raise
+    return BenchmarkLogs([parse_log(data, name)], settings, spread)
 
 
 def _load_traces(source: Input, reading: LoadOptions) -> Analysis:

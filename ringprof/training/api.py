@@ -20,12 +20,11 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError, require_packages
-from ringprof.proof.model_result import ModelCheck
-from ringprof.proof.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.proof.result import CALLS, TIME_LIMIT_S, Check, CheckRequest, ModelCheck
 from ringprof.scale.pipeline import attribute
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 from ringprof.trace.kineto import read_trace
-from ringprof.trace.reduced import parse_reduced, reduce_file, reduce_trace
+from ringprof.trace.reduced import parse_reduced, reduce_trace
 from ringprof.training.appended_log import AppendedLog
 from ringprof.training.sinks import Sink
 from ringprof.training.sinks import tensorboard as tensorboard_sink
@@ -64,7 +63,7 @@ def capture(
 
     return profile(
         folder, workload, name=name, group=group, strategy=strategy, model=model, record_shapes=record_shapes,
-        strict=strict, reduce=reduce_file,
+        strict=strict,
     )  # fmt: skip
 
 

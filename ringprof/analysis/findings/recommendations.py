@@ -193,9 +193,9 @@ def imbalance(facts: Facts) -> str:
         return "the same causal work for every rank, as zigzag has"
     if attribution.recurrent:
         # Every rank has as many tokens, and each costs the same.
-        return "" if attribution.on_cpu else "compare what ranks compute (--kernels)"
+        return "" if attribution.on_cpu else "compare what ranks compute (--show kernels)"
     if run and run.workload and run.workload.documents:
-        return "another layout (ringprof balance compares them)"
+        return "another layout (ringprof advise compares them)"
     if not _same_work(attribution):
         return Claim("the same work for every rank{}", _longest_computing_clause(attribution))
     if attribution.on_cpu:
@@ -205,7 +205,7 @@ def imbalance(facts: Facts) -> str:
     if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
         longest = _longest_computing_clause(attribution)
         return Claim("look at the GPUs' clocks (same work, other speed){}", longest)
-    return "compare what ranks compute beside attention (--kernels)"
+    return "compare what ranks compute beside attention (--show kernels)"
 
 
 def _longest_computing_clause(attribution: Attribution) -> str:
@@ -312,7 +312,7 @@ def _late_idle_clause(attribution: Attribution, late: Mapping[int, float]) -> st
     if not idle_ns:
         return ""
     idles = (Claim("rank {rank} idles {idle_of_rank:ms}", *item) for item in idle_ns.items())
-    return Claim(": {} (--idle)", Claim(", ").join(idles))
+    return Claim(": {} (--show idle)", Claim(", ").join(idles))
 
 
 def exposed_unsplit(facts: Facts) -> str:
