@@ -90,7 +90,9 @@ def launch_idle_sentence(attribution: Attribution, share: float) -> str:
         idle = "{launch_gaps/time:%} of the predicted time the GPU is idle"
         return Claim(f"{idle} because its next work is not launched yet", share)
     causes = total_idle_causes(attribution)
-    text = Claim("{launch_gaps/time:%} of the time the GPU is idle {}", share, _launch_idle_reasons(causes))
+    reasons = {"because its next work is not launched yet": causes.host_ns, "in gaps below 5 us": causes.gap_ns}
+    named = [words for words, time_ns in reasons.items() if time_ns > _MIN_SHARE * sum(reasons.values())]
+    text = Claim("{launch_gaps/time:%} of the time the GPU is idle {}", share, " or ".join(named))
     cause = largest_host_cause(causes)
     if cause is None:
         return text
@@ -104,16 +106,6 @@ def launch_idle_sentence(attribution: Attribution, share: float) -> str:
         return Claim(f"{{}}: for {{nothing_open/idle:%}} of its idle time {reason}", text, cause.share)
     host_call = cause.name + _EXPLANATIONS.get(cause.kind, "")
     return Claim("{}: for {host_call/idle:%} of its idle time the host is in {}", text, cause.share, host_call)
-
-
-def _launch_idle_reasons(causes: IdleCauses) -> str:
-    """Name the components of host-bound idle time: time before launches, gaps between activities, or both."""
-    threshold_ns = _MIN_SHARE * (causes.host_ns + causes.gap_ns)
-    reasons = (
-        ("because its next work is not launched yet", causes.host_ns),
-        ("in gaps below 5 us", causes.gap_ns),
-    )
-    return " or ".join(words for words, time_ns in reasons if time_ns > threshold_ns)
 
 
 _MIN_SHARE = 0.01

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -152,9 +153,8 @@ def _rate_in_run(facts: Facts) -> float:
     return (work.done or work.needed) / attention_ns / 1e3 if attention_ns else 0.0
 
 
-def _comparison(facts: Facts) -> str:
-    """Compare the kernel with the fastest one known."""
-    return facts.waterfall.work.kernels.evidence
+_comparison = attrgetter("waterfall.work.kernels.evidence")
+"""Comparison of the kernel with the fastest one known."""
 
 
 def _computed_evidence(facts: Facts) -> str:
@@ -269,9 +269,15 @@ def _slow_ranks_clause(facts: Facts) -> str:
     *ranks, last = [Claim("{rank}", rank) for rank in slow_rates]
     send = Claim("ranks {} and {} send", Claim(", ").join(ranks), last) if ranks else Claim("rank {} sends", last)
     other_rates = [rate for rank, rate in rates.items() if rate and rank not in slow_rates]
+    links = sorted(
+        (rank.rank, peer) for rank in facts.attribution.ranks for peer in rank.hop_peers
+        if rank.rank in slow_rates and peer in slow_rates
+    )  # fmt: skip
+    # Where all links of a ring join slow ranks, fast links would be named, too.
+    named = [Claim("{rank} to {rank}", *link) for link in links[:6]] if len(links) <= len(slow_rates) else []
     return Claim(
         "{} at {} GB/s, the others at {}{}", send, _range_text("slow", [*slow_rates.values()]),
-        _range_text("others", other_rates), _slow_links_clause(facts, set(slow_rates)),
+        _range_text("others", other_rates), Claim(" ({})", Claim(", ").join(named)) if named else "",
     )  # fmt: skip
 
 
@@ -280,20 +286,6 @@ def _range_text(whose: str, values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     to_high = "" if three_digits(low) == three_digits(high) else Claim(f" to {{max({whose}_gbps):3}}", high)
     return Claim(f"{{min({whose}_gbps):3}}{{}}", low, to_high)
-
-
-def _slow_links_clause(facts: Facts, slow: set[int]) -> str:
-    """List the links on which one slow rank sends to another; empty where they do not identify the slow links."""
-    links = {
-        (rank.rank, peer)
-        for rank in facts.attribution.ranks
-        for peer in rank.hop_peers
-        if rank.rank in slow and peer in slow
-    }
-    # Where all links of a ring join slow ranks, fast links would be named, too.
-    if not links or len(links) > len(slow):
-        return ""
-    return Claim(" ({})", Claim(", ").join(Claim("{rank} to {rank}", *link) for link in sorted(links)[:6]))
 
 
 def _worst_step_clause(facts: Facts) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
 
@@ -28,7 +27,7 @@ from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Facts
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST
-from ringprof.run import Run, StrategyUsed
+from ringprof.run import StrategyUsed
 from ringprof.trace.columns import PAGE_MIGRATION
 
 UNBALANCED = 1.5
@@ -299,20 +298,13 @@ def peer_wait(facts: Facts) -> str:
     if not late:
         return ""
     listed = [Claim("rank {rank} ({waited_for:0%} of all waiting is for it)", *item) for item in late.items()]
-    return Claim("find what makes {} late{}", Claim(" and ").join(listed), _late_idle_clause(attribution, late))
-
-
-def _late_idle_clause(attribution: Attribution, late: Mapping[int, float]) -> str:
-    """State how long the late ranks idle themselves; empty where all idle briefly."""
-    idle_ns = {
-        rank.rank: rank.breakdown.idle_ns
+    idles = [
+        Claim("rank {rank} idles {idle_of_rank:ms}", rank.rank, rank.breakdown.idle_ns)
         for rank in attribution.ranks
         if rank.rank in late and rank.breakdown.idle_ns >= _MIN_IDLE_SHARE * rank.breakdown.wall_ns
-    }
-    if not idle_ns:
-        return ""
-    idles = (Claim("rank {rank} idles {idle_of_rank:ms}", *item) for item in idle_ns.items())
-    return Claim(": {} (--show idle)", Claim(", ").join(idles))
+    ]
+    idle_clause = Claim(": {} (--show idle)", Claim(", ").join(idles)) if idles else ""
+    return Claim("find what makes {} late{}", Claim(" and ").join(listed), idle_clause)
 
 
 def exposed_unsplit(facts: Facts) -> str:
@@ -370,19 +362,13 @@ def launch_gaps(facts: Facts) -> str:
         return more_tokens.removeprefix(", ") if strategy else ""
     if strategy is not None and run is not None and run.predicted is not None:
         return f"fewer and longer kernels{more_tokens}"
-    short_gaps = f"fewer and longer kernels{more_tokens}"
+    short_gaps, work = f"fewer and longer kernels{more_tokens}", run.workload if run else None
+    # `ringprof record --cuda-graph` refuses layers, changing sizes, and peers, whose names have a slash.
+    is_peer = work is not None and work.recurrent and strategy is not None and "/" in strategy.name
+    refuses_capture = is_peer or (work is not None and (work.layer is not None or work.sequences is not None))
     if strategy is None or run is None or run.captured:
         short_gaps = Claim(", ").join(filter(None, (graphs_advice(attribution), "fewer and longer kernels")))
-    elif _may_capture(run, strategy):
+    elif not (strategy.cuda_graph or strategy.hops == "copy" or refuses_capture):
         short_gaps = f"--cuda-graph{more_tokens}"
     phases = producer_of(attribution).phases
     return host_recommendation(largest_host_cause(total_idle_causes(attribution)), short_gaps, phases)
-
-
-def _may_capture(run: Run, strategy: StrategyUsed) -> bool:
-    """Return whether `ringprof record --cuda-graph` accepts the run and was not used for it."""
-    work = run.workload
-    # Peers, of other packages, have a slash in their names.
-    is_peer = work is not None and work.recurrent and "/" in strategy.name
-    is_refused = is_peer or (work is not None and (work.layer is not None or work.sequences is not None))
-    return not strategy.cuda_graph and strategy.hops != "copy" and not is_refused
