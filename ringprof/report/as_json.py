@@ -59,7 +59,10 @@ def _summary(findings: Findings) -> JsonObject:
         "attention": list(summary.attention),
         "verdict": [str(line) for line in findings.verdict],
         "next_step": msgspec.to_builtins(findings.next_step, enc_hook=str),
-        "claims": [{"text": str(claim), "figures": msgspec.to_builtins(claim.figures)} for claim in findings.claims],
+        "claims": [
+            {"text": str(claim), "figures": [msgspec.structs.asdict(figure) for figure in claim.figures]}
+            for claim in findings.claims
+        ],
         "steps_listed": findings.lists_steps,
         "largest_of_other": [
             {name: getattr(kernel, name) for name in ("name", "time_ns", "calls")}

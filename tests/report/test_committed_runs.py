@@ -7,7 +7,6 @@ import json
 import jsonschema
 import pytest
 
-import ringprof
 from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.parts import cpu_blocked_clause
 from ringprof.common.json_object import json_text
@@ -42,7 +41,7 @@ def test_committed_run_is_verified_and_consistent(folder):
     unverified = {"h200x4-double-ring-65536-two-hosts", "h200x4-usp-65536-two-hosts"}
     assert (folder.name in unverified) == (run.verification is None)
     assert run.verification is None or run.verification.passed
-    loaded = ringprof.load(folder)
+    loaded = analysis(folder)
     report, copies = json.loads(json_text(loaded.report())), run_traces_of(loaded, folder)
     jsonschema.validate(report, SCHEMA)
     assert list(undescribed(report, SCHEMA)) == []
@@ -62,7 +61,7 @@ def test_committed_run_is_verified_and_consistent(folder):
 
 @pytest.mark.parametrize("folder", OTHERS, ids=lambda path: path.name)
 def test_every_other_committed_run_matches_the_schema_which_describes_each_of_its_fields(folder):
-    report = json.loads(json_text(ringprof.load(folder).report()))
+    report = json.loads(json_text(analysis(folder).report()))
     jsonschema.validate(report, SCHEMA)
     assert list(undescribed(report, SCHEMA)) == []
 
@@ -88,7 +87,7 @@ WIRE_MB_S = 25
 def test_a_committed_run_on_two_hosts_names_the_wire_between_them(name, leaving):
     folder = TRACES / f"cpu4-{name}-4096-two-hosts"
     run = read_run(folder / "run.json")
-    report = ringprof.load(folder).report()
+    report = analysis(folder).report()
     assert run.topology.hosts == ["host0", "host0", "host1", "host1"] and run.work is not None
     clause = cpu_blocked_clause(analysis(folder).attribution)
     assert isinstance(clause, Claim)

@@ -52,8 +52,8 @@ def test_blocked_time_is_split_by_inter_and_intra_host_channel():
     attribution = attributed(["a", "b"], [work(inner, outer)] * 2, [{"kv_inner": 100_000, "kv_outer": 400_000},
                                                              {"kv_inner": 200_000, "kv_outer": 600_000}])  # fmt: skip
     assert cpu_blocked_clause(attribution) == (
-        "50.0 % of the time ranks are blocked in channels that cross hosts (kv_outer), 15.0 % in channels within a host; "
-        "0.002 MB leave each host per iteration, 2 MB/s"  # 2000 bytes in 1 ms
+        "50.0 % of the time ranks are blocked in channels that cross hosts (kv_outer), 15.0 % in channels within a "
+        "host; 0.002 MB leave each host per iteration, 2 MB/s"  # 2000 bytes in 1 ms
     )
     assert attribution.run is not None
     block = msgspec.structs.replace(attribution, run=msgspec.structs.replace(attribution.run, timings=None))
