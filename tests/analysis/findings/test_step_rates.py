@@ -279,7 +279,8 @@ SAID = [
     # Forward and backward are one part; neither alone takes longer than the products: 24 + 16 against 30.
     (
         Step().run(FLASH, 100, 124, launched=1).run(FLASH_BACKWARD, 124, 140, launched=2)
-        .run(GEMM, 140, 170, launched=3).run(ADD, 170, 190, launched=4).run(ADAM, 190, 200, launched=5).run(NORM, 200, 220, launched=6),
+        .run(GEMM, 140, 170, launched=3).run(ADD, 170, 190, launched=4)
+        .run(ADAM, 190, 200, launched=5).run(NORM, 200, 220, launched=6),
         "What computes longest is attention 33.3 %, then matrix products 25.0 % of the time.",
     ),
     # A part with a rate is named beside longer ones.
