@@ -30,6 +30,7 @@ from ringprof.prediction.calibration import (
     Link,
     Nccl,
     RecurrenceCurve,
+    RecurrencePoint,
     Value,
     assumed_calibration,
     calibration_json,
@@ -37,7 +38,7 @@ from ringprof.prediction.calibration import (
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
 from ringprof.prediction.machine import with_rates
-from ringprof.prediction.measure_recurrences import RecurrenceSample, curves_from
+from ringprof.prediction.measure_recurrences import RecurrenceCase, curves_from, measured_curve
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
@@ -160,14 +161,20 @@ def h200() -> Calibration:
 
 def _recurrences(device: str) -> list[RecurrenceCurve]:
     samples = [
-        RecurrenceSample(
-            "fla", row["operator"], row["phase"], row["part"], int(row["tokens"]), int(row["heads"]),
-            row["receives"] == "1", row["sends"] == "1", round(float(row["us"]) * 1e3), float(row["spread"]),
-            float(row["host_us"]),
+        measured_curve(
+            "fla",
+            RecurrenceCase(
+                row["operator"], int(row["tokens"]), int(row["heads"]), row["receives"] == "1", row["sends"] == "1"
+            ),
+            row["phase"], row["part"],
+            RecurrencePoint(
+                int(row["tokens"]), round(float(row["us"]) * 1e3), float(row["spread"]), float(row["host_us"])
+            ),
+            RECURRENCES.format(device.upper()),
         )
         for row in _rows(f"{device}_recurrences.csv")
     ]  # fmt: skip
-    return curves_from(samples, RECURRENCES.format(device.upper()))
+    return curves_from(samples)
 
 
 def _on_other_hopper(samples: list[KernelSample], device: str) -> list[KernelSample]:

@@ -17,7 +17,7 @@ from ringprof.report.tables import Column, Table
 from ringprof.workload.workload import Workload
 
 if TYPE_CHECKING:
-    from ringprof.prediction.measured_rates import KernelRate
+    from ringprof.prediction.measured_rates import MaskRate
 
 
 def rate_options(*, hidden: bool = False, **attributes: Any) -> Decorator:
@@ -71,7 +71,7 @@ def rates_text(
     return "\n".join(lines) + "\n"
 
 
-def _table(rates: Iterable[KernelRate], factor: float) -> Table:
+def _table(rates: Iterable[MaskRate], factor: float) -> Table:
     """Build a table with one row per usable kernel and two columns, forward and backward, per mask."""
     by_kernel: dict[str, JsonObject] = {}
     for rate in rates:

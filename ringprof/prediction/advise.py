@@ -470,7 +470,7 @@ def advice_dict(advice: Advice) -> JsonObject:
     return {
         "schema": _SCHEMA,
         "predicted": True,
-        "warnings": [warning._asdict() for warning in warnings_of(advice.first.prediction)],
+        "warnings": warnings_of(advice.first.prediction),
         "choices": [
             {
                 "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,

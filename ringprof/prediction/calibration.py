@@ -112,6 +112,12 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
         return self.fills_device if phase == "forward" or self.fills_backward is None else self.fills_backward
 
 
+def unmeasured_kernel(name: str) -> KernelFigures:
+    """Return the figures of a kernel without samples, which is taken for one of many short blocks."""
+    unknown = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
+    return KernelFigures(name=name, fills_device=False, tail=unknown, lead=unknown, samples=[])
+
+
 class RecurrencePoint(msgspec.Struct, frozen=True, array_like=True):
     """Measured time of one part of a recurrence's kernel over ``tokens`` tokens."""
 

@@ -26,6 +26,7 @@ from ringprof.prediction.advise import advise
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import (
     Calibration,
+    RecurrencePoint,
     calibration_json,
     parse_calibration,
     read_calibration,
@@ -34,9 +35,9 @@ from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.measure_recurrences import (
     RecurrenceCase,
-    RecurrenceSample,
     curves_from,
     measure_recurrences,
+    measured_curve,
     recurrence_cases,
 )
 from ringprof.prediction.microbenchmark import Bench
@@ -150,14 +151,14 @@ def made_up(operators: tuple[Operator, ...] = ("gdn",)) -> Calibration:
     """Return an H200 whose recurrences take a time for each token and head."""
     kernels = {"gdn": "gated_delta_rule", "simple-gla": "simple_gla", "gla": "gla"}
     samples = [
-        RecurrenceSample(
-            "fla", case.operator, phase, part, case.tokens, case.heads, case.receives, case.sends,
-            ns * case.tokens * case.heads, 0.01, HOST_US,
+        measured_curve(
+            "fla", case, phase, part,
+            RecurrencePoint(case.tokens, ns * case.tokens * case.heads, 0.01, HOST_US), "made up",
         )
         for case in recurrence_cases([kernels[name] for name in operators])
         for (phase, part), ns in NS_PER_TOKEN_AND_HEAD.items()
     ]  # fmt: skip
-    return msgspec.structs.replace(read_calibration("h200"), recurrences=curves_from(samples, "made up"))
+    return msgspec.structs.replace(read_calibration("h200"), recurrences=curves_from(samples))
 
 
 def part(tokens: int, heads: int, **changes: Any) -> RecurrenceOp:
