@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +43,8 @@ from ringprof.workload.workload import Workload
 
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000
+_SATURATED = 1e-9
+"""Width of an interval, in log standard deviations, up to which it counts as none."""
 SLACK = 1.05
 """Factor by which a rate may exceed a kernel's best at any length."""
 _LENGTH_TOLERANCE = 0.25
@@ -69,23 +72,26 @@ _KNOWN = {*_NAMES, *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the table."""
+    """A measured time with the query that predicts it: a row of a table, or a recorded run."""
 
     number: int
-    """Line of the file."""
+    """Line of the file; 0 for a run."""
     name: str
-    query: Query | None
-    """Query for the prediction; None if the row is unreadable, for the reason in ``unreadable_reason``."""
-    measured_ms: float | None
-    tflops: float | None
-    """Measured TFLOP/s per GPU."""
-    part: str
+    query: Query | None = None
+    """Query for the prediction; None if the row is unreadable, for the reason in ``reason``."""
+    measured_ms: float | None = None
+    tflops: float | None = None
+    """Measured TFLOP/s per GPU, where it is judged."""
+    part: str = ""
     """``fwd``, ``bwd`` or ``fwd+bwd``."""
-    unreadable_reason: str = ""
+    reason: str = ""
+    """Reason why there is no query or no time."""
+    device: str | None = None
+    """Name of the GPU, if it is stated."""
 
 
 @dataclass(frozen=True)
-class CheckedRow:
+class Score:
     """A measurement with its prediction and its flags."""
 
     row: Measurement
@@ -98,10 +104,28 @@ class CheckedRow:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured time, minus 1."""
+        """Relative error: the predicted median over the measured time, minus 1."""
         if self.predicted_ms is None or not self.row.measured_ms:
             return None
         return self.predicted_ms[1] / self.row.measured_ms - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured time lies between the 10th and the 90th percentile, as four of five should."""
+        low, _, high = self.predicted_ms or (math.nan,) * 3
+        return low <= (self.row.measured_ms or 0.0) <= high
+
+    @property
+    def deviations(self) -> float | None:
+        """Distance of the measured time from the predicted median, in standard deviations of a lognormal distribution.
+
+        Positive where the run took longer than predicted; None where the interval has no width.
+        """
+        if self.predicted_ms is None or not self.row.measured_ms:
+            return None
+        low, middle, high = self.predicted_ms
+        spread = math.log(high / low) / (2 * 1.2816)
+        return math.log(self.row.measured_ms / middle) / spread if spread > _SATURATED else None
 
 
 def read_rows(path: str) -> list[dict[str, str]]:
@@ -129,7 +153,7 @@ def unknown_columns(rows: Sequence[Mapping[str, str | None]]) -> list[str]:
 def check_rows(
     rows: Sequence[Mapping[str, str | None]], machine: Calibration, schedule_of: ScheduleOf, cluster: Cluster,
     notify: Notify = ignore_progress,
-) -> list[CheckedRow]:  # fmt: skip
+) -> list[Score]:  # fmt: skip
     """Check rows against a machine; ``cluster`` gives the network, and the GPUs per host where a row does not."""
     cache: dict[Any, Any] = {}
     checked = []
@@ -172,14 +196,10 @@ def _as_measurement(judged: JudgedRow) -> dict[str, str | None] | None:
     }  # fmt: skip
 
 
-class _UnreadableRowError(Exception):
-    """A value of a row is missing or not understood."""
-
-
 def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: Cluster) -> Measurement:
     """Read one row of the table; a row that was measured on another ``device`` has no query."""
     cells = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
-    measurement = Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
+    measurement = Measurement(number, cells.get("id") or cells.get("strategy") or "")
     try:
         part, workload, cluster = _read_workload(cells, cluster)
         speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
@@ -192,33 +212,33 @@ def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: C
             measurement, part=part, measured_ms=measured_ms, tflops=flops / measured_ms if measured_ms else None
         )
         return replace(measurement, query=_query_of(cells, workload, cluster, device))
-    except _UnreadableRowError as error:
-        return replace(measurement, unreadable_reason=str(error))
+    except InputError as error:
+        return replace(measurement, reason=str(error))
 
 
 def _number(name: str, text: str) -> float:
-    """Read a positive number. Raises `_UnreadableRowError`."""
+    """Read a positive number. Raises `InputError`."""
     number = float(text) if _NUMBER.fullmatch(text) else 0.0
     if not number:
-        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number")
+        raise InputError(f"{name} {text[:40]!r} is no such number")
     return number
 
 
 def _count(name: str, text: str) -> int:
-    """Read a positive integer. Raises `_UnreadableRowError`."""
+    """Read a positive integer. Raises `InputError`."""
     count = whole(text.removesuffix(".0"))  # pandas writes 65536.0 if another row lacks the value
     if not count or count > 1 << 40:
-        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
+        raise InputError(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
     return count
 
 
 def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Workload, Cluster]:
-    """Return pass, workload and cluster of a row. Raises `_UnreadableRowError`."""
+    """Return pass, workload and cluster of a row. Raises `InputError`."""
     meanings = {}
     for column, meaning_of in _SPELLINGS.items():
         spelling = cells.get(column, "").lower().removeprefix("torch.")
         if spelling not in meaning_of:
-            raise _UnreadableRowError(f"{column} {spelling[:40]!r} is none of {', '.join(filter(None, meaning_of))}")
+            raise InputError(f"{column} {spelling[:40]!r} is none of {', '.join(filter(None, meaning_of))}")
         meanings[column] = meaning_of[spelling]
     defaults = _COUNTS | {"kv_heads": cells.get("heads", "")}
     seq, heads, world_size, kv_heads, head_dim, batch = (
@@ -233,18 +253,18 @@ def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Wor
     per_host = min(world_size, cluster_sizes.get("gpus_per_host", usual_per_host))
     hosts = cluster_sizes.get("hosts") or world_size // per_host
     if hosts * per_host != world_size:
-        raise _UnreadableRowError(f"n_gpus {world_size} is not {hosts} hosts of {per_host}")
+        raise InputError(f"n_gpus {world_size} is not {hosts} hosts of {per_host}")
     return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
 
 
 def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, device: str) -> Query:
-    """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
+    """Return the query of a row. Raises `InputError` for an unknown strategy or another device."""
     name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
-        raise _UnreadableRowError("a strategy that ringprof has not")
+        raise InputError("a strategy that ringprof has not")
     measured_device, machine_device = map(device_named, (cells.get("hardware"), device))
     if measured_device and machine_device and measured_device != machine_device:
-        raise _UnreadableRowError(f"measured on {measured_device}, and the machine is {machine_device}")
+        raise InputError(f"measured on {measured_device}, and the machine is {machine_device}")
     params: Params = {}
     degrees = cells.get("degrees", "").lower()
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
@@ -269,7 +289,7 @@ def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, de
 
 
 def _kernel_name(text: str) -> str:
-    """Return ringprof's name of a kernel. Raises `_UnreadableRowError` for an unknown one."""
+    """Return ringprof's name of a kernel. Raises `InputError` for an unknown one."""
     from ringprof.strategies.kernels.registry import KERNELS
 
     flash = _FLASH.match(text)
@@ -277,20 +297,20 @@ def _kernel_name(text: str) -> str:
         return "flash-attn" + (f"-{flash[1]}" if flash[1] in ("3", "4") else "")
     name = next((name for name in KERNELS if name in text), None)
     if text and name is None:
-        raise _UnreadableRowError(f"a kernel that ringprof has not, {text[:40]!r}")
+        raise InputError(f"a kernel that ringprof has not, {text[:40]!r}")
     return name or "auto"
 
 
-def _check(row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
+def _check(row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> Score:
     """Predict a measurement and flag it if the times cannot belong together."""
     flags = list(_flag_impossible_rates(row, machine))
     if row.query is None:
-        return CheckedRow(row, None, row.unreadable_reason, flags)
+        return Score(row, None, row.reason, flags)
     try:
         predicted = _predicted_ms(row, row.query, machine, schedule_of, cache)
     except RingprofError as error:
-        return CheckedRow(row, None, str(error), flags)
-    checked = CheckedRow(row, predicted, "", flags)
+        return Score(row, None, str(error), flags)
+    checked = Score(row, predicted, "", flags)
     if row.measured_ms and not 0.4 < predicted[1] / row.measured_ms < 2.5:
         flags += _flag_other_length(row, machine, schedule_of, cache)
     if row.measured_ms and row.measured_ms < predicted[0] / 1.5 and not flags:
@@ -379,7 +399,7 @@ def _predicted_ms(
     return low, middle, high
 
 
-def check_text(checked_rows: Sequence[CheckedRow], unknown: Sequence[str], form: str, style: TextStyle) -> str:
+def check_text(checked_rows: Sequence[Score], unknown: Sequence[str], form: str, style: TextStyle) -> str:
     """Return the checked table and the ignored columns, as text or as JSON."""
     if form == "json":
         rows = [

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("torch", reason="names of strategies and kernels")
 
-from ringprof.prediction.settle import Forecast, Observation, Score, Subject, read_forecasts
+from ringprof.prediction.score import Measurement, Score
+from ringprof.prediction.settle import read_forecasts
 from ringprof.run import read_run, write_run
-from ringprof.workload.workload import Workload
 from tests.paths import TRACES
 from tests.prediction.test_commands import run
 
@@ -74,11 +74,11 @@ def test_error_and_interval_follow_from_the_run(
 
 def test_deviations_are_those_of_a_lognormal() -> None:
     """The 90th percentile of a normal distribution lies 1.2816 standard deviations above its median."""
-    subject = Subject("zigzag", Workload(seq=1, heads=1, kv_heads=1, head_dim=1), 1, 1, None, None, {})
-    forecast = Forecast("", subject, "h200", "", 100 / math.exp(0.1), 100, 100 * math.exp(0.1))
-    at_p90 = Score(forecast, Observation("x", subject, 100 * math.exp(0.1)))
+    predicted_ms = 100 / math.exp(0.1), 100.0, 100 * math.exp(0.1)
+    at_p90 = Score(Measurement(0, "x", measured_ms=100 * math.exp(0.1)), predicted_ms)
     assert at_p90.deviations == pytest.approx(1.2816) and at_p90.inside
-    assert Score(forecast, Observation("x", subject, 100 / math.exp(0.2))).deviations == pytest.approx(-2 * 1.2816)
+    faster = Score(Measurement(0, "x", measured_ms=100 / math.exp(0.2)), predicted_ms)
+    assert faster.deviations == pytest.approx(-2 * 1.2816) and not faster.inside
 
 
 TABLE = """id,strategy,seq_global,heads,kv_heads,head_dim,n_gpus,hosts,causal,pass,kernel,hardware,time_ms
@@ -164,4 +164,4 @@ def test_a_run_without_timings_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     path = save(tmp_path, forecast_of(ZIGZAG, (70.0, 80.0, 90.0)))
     code, _, err = run(capsys, "settle", path, str(tmp_path / "mine"))
     assert code == 2 and "no iteration was timed" in err
-    assert read_forecasts(path)[0].p50_ms == 80.0
+    assert read_forecasts(path)[0].predicted_ms[1] == 80.0
