@@ -28,10 +28,9 @@ from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
-from ringprof.prediction.prediction_page import document
 from ringprof.prediction.query import Query, find_run
 from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
-from ringprof.prediction.text import prediction_text, step_text
+from ringprof.prediction.text import document, prediction_text, step_text
 from ringprof.prediction.whole_steps import predict_step, step_dict
 from ringprof.report.page.html import render as page
 from ringprof.report.text import shell_words

@@ -20,10 +20,9 @@ from ringprof.common.json_object import JsonObject
 from ringprof.dryrun.schedule import AttentionOp, CommStart, ComputeOp, MemoryOp, Program
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.fit import Observed, contended_ns
+from ringprof.prediction.fit import Observed, contended_ns, memory_op_bytes
 from ringprof.prediction.machine import curves_of
 from ringprof.prediction.network import Cluster, Links
-from ringprof.prediction.observed_schedule import memory_op_bytes
 from ringprof.prediction.predict import time_breakdown
 from ringprof.prediction.query import uses_legacy_schedule
 from ringprof.prediction.simulator import BlockTime, LinkTransfer, simulate

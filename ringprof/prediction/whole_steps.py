@@ -20,11 +20,9 @@ import msgspec
 from ringprof.common.json_object import JsonObject
 from ringprof.dryrun.schedule import CommStart
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.lognormal import Lognormal
-from ringprof.prediction.model_layers import ModelFigures
+from ringprof.prediction.calibration import Calibration, ModelFigures
 from ringprof.prediction.network import Links
-from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict
+from ringprof.prediction.predict import Lognormal, PredictionResult, ScheduleOf, predict
 from ringprof.prediction.query import Query
 
 LAYER_SPREAD, TRAFFIC_SPREAD = 0.03, 0.3

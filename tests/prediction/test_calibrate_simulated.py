@@ -32,7 +32,7 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.host_model import times_us
 from ringprof.prediction.machine import Curves
-from ringprof.prediction.shapes import HEAD_DIM, kernel_cases
+from ringprof.prediction.measure import HEAD_DIM, kernel_cases
 from ringprof.prediction.text import calibration_text
 from ringprof.report.text import TextStyle
 from tests.prediction.simulated_gpu import Truth, calibrate

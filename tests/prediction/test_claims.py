@@ -20,9 +20,8 @@ from benchmarks.prediction import Score
 from ringprof.errors import UsageError
 from ringprof.prediction import network
 from ringprof.prediction.calibration import read_calibration
-from ringprof.prediction.lognormal import Lognormal, MaxLognormal
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.predict import predict
+from ringprof.prediction.predict import Lognormal, MaxLognormal, predict
 from ringprof.prediction.query import Query
 from ringprof.prediction.schedules import schedule_of
 from ringprof.prediction.score import check_rows

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 from ringprof.cli import run
+from ringprof.prediction.advise import deciding_experiment
 from ringprof.prediction.calibration import read_calibration
-from ringprof.prediction.experiment import deciding_experiment
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
 from ringprof.prediction.query import Query
