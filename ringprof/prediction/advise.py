@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -81,14 +81,8 @@ class Choice:
         return label_of(self.prediction.query)
 
 
-@dataclass(frozen=True)
-class Point:
-    """Predictions of the `compared` choices at another length, NIC rate or number of hosts."""
-
-    value: float
-    """Tokens, Gbit/s or number of hosts."""
-    predictions: tuple[PredictionResult, ...]
-    """One prediction per compared choice, in their order."""
+Point = tuple[float, Sequence[PredictionResult]]
+"""Tokens, Gbit/s or number of hosts, and the predictions of the `compared` choices there, in their order."""
 
 
 @dataclass(frozen=True)
@@ -98,25 +92,26 @@ class Advice:
     choices: tuple[Choice, ...]
     refused: tuple[tuple[str, str], ...]
     """Pairs of (label, reason) of candidates that cannot be predicted."""
-    lengths: tuple[Point, ...]
-    """Points by number of tokens."""
-    nics: tuple[Point, ...]
-    """Points by NIC rate in Gbit/s; empty on one host."""
-    hosts: tuple[Point, ...]
-    """Points by number of hosts for the same workload; empty where only one host can be predicted."""
+    points: Mapping[str, Sequence[Point]]
+    """Points by number of ``tokens``, by NIC rate in Gbit/s (``nic``; none on one host) and by number of ``hosts`` for
+    the same workload (none where only one host can be predicted)."""
 
     @property
     def first(self) -> Choice:
         """The fastest choice that fits into memory."""
         return self.choices[0]
 
-    def hidden_from_tokens(self) -> float | None:
-        """Return the length from which the first choice's transfers are hidden; None if at no length examined."""
-        return _first_hidden(self.lengths)
-
-    def hidden_from_gbit(self) -> float | None:
-        """Return the NIC rate from which the first choice's transfers are hidden; None if at no rate examined."""
-        return _first_hidden(self.nics)
+    def hidden_from(self, axis: str) -> float | None:
+        """Return the value of an axis of `points` from which the first choice's transfers are hidden; None if the last
+        one does not hide them."""
+        points = self.points[axis]
+        excess = [predictions[0].exposed_share - HIDDEN for _, predictions in points]
+        if not points or excess[-1] > 0:
+            return None
+        last = max((index for index, share in enumerate(excess) if share > 0), default=None)
+        if last is None:
+            return points[0][0]
+        return _zero_crossing(points[last][0], points[last + 1][0], excess[last], excess[last + 1])
 
     def undecided(self) -> list[Choice]:
         """Return the choices that fit and are not slower than the first one in four of five cases."""
@@ -172,8 +167,8 @@ class Advice:
         if not experiments:
             here = " (ringprof tune records the choices on one node)" if first.query.cluster.hosts == 1 else ""
             return f"no input that one or two GPUs can measure is likely to change the order{here}"
-        experiment, rival = max(experiments, key=lambda pair: pair[0].probability)
-        return f"{rival.label} may be faster: {experiment.sentence()}"
+        (_, sentence), rival = max(experiments, key=lambda pair: pair[0][0])
+        return f"{rival.label} may be faster: {sentence}"
 
     def what_to_measure(self) -> str:
         """Name the input whose measurement would narrow the first choice's interval most."""
@@ -214,15 +209,17 @@ def advise(
     to_compare = [choice.prediction for choice in compared(choices)]
     gbit = cluster.nic_gbit
     sweeps: dict[str, Sequence[float]] = {
-        "lengths": [
+        "tokens": [
             int(workload.seq * factor) for factor in _LENGTH_FACTORS if factor >= 1 or workload.documents is None
         ],
-        "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
+        "nic": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
         "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
         if gbit is not None or cluster.hosts > 1 else [],
     }  # fmt: skip
-    points = (tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items())
-    return Advice(choices, refusals, *points)
+    points = {
+        axis: tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items()
+    }
+    return Advice(choices, refusals, points)
 
 
 def ranked_choices(
@@ -356,20 +353,20 @@ def _sweep(
     axis: str, values: Sequence[float], predictions: Sequence[PredictionResult], machine: Calibration,
     schedule_of: ScheduleOf, notify: Notify,
 ) -> Iterator[Point]:  # fmt: skip
-    """Yield the predictions at each value of an axis (``lengths``, ``NICs``, ``hosts``) that is not refused.
+    """Yield the predictions at each value of an axis of `Advice.points` that is not refused.
 
     A prediction from few ranks is multiplied by the ratio of the two kinds at the unchanged query: all ranks, as in
     ``predictions``, over few ranks.
     """
 
     def changed(query: Query, value: float) -> Query:
-        if axis == "lengths":
+        if axis == "tokens":
             workload, documents = query.workload, query.workload.documents
             if documents is not None:
                 # A longer batch holds the documents several times.
                 documents = documents * (int(value) // workload.seq)
             return replace(query, workload=msgspec.structs.replace(workload, seq=int(value), documents=documents))
-        changes: JsonObject = {"nic_gbit": value} if axis == "NICs" else {"hosts": int(value)}
+        changes: JsonObject = {"nic_gbit": value} if axis == "nic" else {"hosts": int(value)}
         return replace(query, cluster=replace(query.cluster, **changes))
 
     def predicted(query: Query) -> PredictionResult:
@@ -388,18 +385,7 @@ def _sweep(
                 point = predicted(query)
                 scaled = point.time.scaled(prediction.time, few_ranks_time)
                 points.append(replace(point, time=scaled) if point.few_ranks else point)
-            yield Point(value, tuple(points))
-
-
-def _first_hidden(points: Sequence[Point]) -> float | None:
-    """Return the value from which the exposed share stays below `HIDDEN`; None if the last point exceeds it."""
-    excess = [point.predictions[0].exposed_share - HIDDEN for point in points]
-    if not points or excess[-1] > 0:
-        return None
-    last = max((index for index, share in enumerate(excess) if share > 0), default=None)
-    if last is None:
-        return points[0].value
-    return _zero_crossing(points[last].value, points[last + 1].value, excess[last], excess[last + 1])
+            yield value, points
 
 
 def compared(choices: Sequence[Choice]) -> list[Choice]:
@@ -421,9 +407,9 @@ def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:
     crossing_points = []
     for other in range(1, _MAX_COMPARED):
         log_ratios = [
-            (point.value, math.log(point.predictions[other].median_ns / point.predictions[0].median_ns),
-             max(_TIE, _Z * _spread_of_ratio(point.predictions[0], point.predictions[other])))
-            for point in points if len(point.predictions) > other
+            (value, math.log(predictions[other].median_ns / predictions[0].median_ns),
+             max(_TIE, _Z * _spread_of_ratio(predictions[0], predictions[other])))
+            for value, predictions in points if len(predictions) > other
         ]  # fmt: skip
         distinct = [(value, log_ratio) for value, log_ratio, tie in log_ratios if abs(log_ratio) > tie]
         crossing_points += [
@@ -479,8 +465,8 @@ def advice_dict(advice: Advice) -> JsonObject:
         ],
         "inputs": prediction_dict(advice.first.prediction)["inputs"],
         "refused": [{"label": label, "reason": reason} for label, reason in advice.refused],
-        "hidden_from_tokens": advice.hidden_from_tokens(),
-        "hidden_from_gbit": advice.hidden_from_gbit(),
+        "hidden_from_tokens": advice.hidden_from("tokens"),
+        "hidden_from_gbit": advice.hidden_from("nic"),
         "undecided": [choice.label for choice in advice.undecided()],
         "why_not_the_second": advice.why_not_the_second(),
         "commands": advice.commands(),
@@ -573,27 +559,7 @@ class _Input:
     """Assumed rate in GB/s; None for times of kernels and hosts."""
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A measurement of one input, and the result of it that would make the second choice the faster one."""
-
-    input: _Input
-    strategy: str
-    """Strategy whose time depends more on the input."""
-    overturned_by: str
-    """Result that would put the second choice first, with the assumed value."""
-    probability: float
-    """Probability of such a result, by the input's spread."""
-
-    def sentence(self) -> str:
-        """Return the experiment as one sentence."""
-        where = {1: "on one GPU", 2: "on two GPUs"}[self.input.gpus]
-        return (
-            f"{self.input.measured.format(self.strategy)} ({where}: {self.input.command}): {self.overturned_by} would"
-            f" put it first, with a probability of {percent(self.probability, 0)}"
-        )
-
-
+_ON_GPUS = {1: "on one GPU", 2: "on two GPUs"}
 _CALIBRATE = "ringprof calibrate --parts {} -o machine.json"
 _INPUTS = {
     "forward kernel": _Input("the kernel's forward time on the blocks of {}", _CALIBRATE.format("kernels"), 1),
@@ -618,8 +584,9 @@ _INPUTS = {
 }  # fmt: skip
 
 
-def deciding_experiment(first: PredictionResult, second: PredictionResult) -> Experiment | None:
-    """Return the measurement that most likely makes ``second`` the faster one; None if no input is likely to.
+def deciding_experiment(first: PredictionResult, second: PredictionResult) -> tuple[float, str] | None:
+    """Return the measurement that most likely makes ``second`` the faster one: the probability of such a result, by the
+    input's spread, and the measurement as a sentence. None if no input is likely to.
 
     An input's standard deviation moves both times, each by the share that depends on it. So the log ratio of the times
     shifts by the difference of the two, and a shift as large as the predicted log ratio overturns the order.
@@ -636,11 +603,16 @@ def deciding_experiment(first: PredictionResult, second: PredictionResult) -> Ex
         probability = NormalDist().cdf(-abs(deviations))
         spread = _spread(name, first, second, shifts)
         if probability >= _LEAST_PROBABILITY and spread:
-            result = _result(measured.gb_s(first), math.exp(deviations * spread))
             less_known = (first, second)[shift > 0].query.strategy
-            experiments.append(Experiment(measured, less_known, result, probability))
+            sentence = (
+                f"{measured.measured.format(less_known)} ({_ON_GPUS[measured.gpus]}: {measured.command}):"
+                f" {_result(measured.gb_s(first), math.exp(deviations * spread))} would put it first, with a"
+                f" probability of {percent(probability, 0)}"
+            )
+            experiments.append((measured.gpus, probability, sentence))
     # Of equally likely ones, the one with fewer GPUs is cheaper.
-    return max(experiments, key=lambda item: (round(item.probability, 2), -item.input.gpus), default=None)
+    best = max(experiments, key=lambda item: (round(item[1], 2), -item[0]), default=None)
+    return best and best[1:]
 
 
 def _spread(name: str, first: PredictionResult, second: PredictionResult, shifts: list[float]) -> float:

@@ -51,20 +51,13 @@ class SizePlan:
     """Why the time cannot be predicted."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A batch on several sizes, and the same batch with every sequence on the largest one."""
-
-    sizes: list[SizePlan]
-    total: SizePlan
-    """All sizes together; ``size`` is the number of ranks."""
-    largest_alone: SizePlan
-
-
 def plan(
     lengths: Sequence[int], world: int, sizes: Sequence[int], capacity: int, time_of: TimeOf | None = None
-) -> Plan:
+) -> dict[str, SizePlan]:
     """Plan a batch of documents of these ``lengths`` on ``world`` ranks of ``capacity`` tokens.
+
+    The keys are the sizes that have documents, ``all`` for them together, and ``all on N`` for the same batch with
+    every sequence on the largest size.
 
     ``sizes`` are the allowed numbers of ranks per document, in any order. Without ``time_of``, times are None.
     Raises `UsageError` for a size that does not divide the world, and for a document longer than the largest size
@@ -87,7 +80,8 @@ def plan(
         for size, documents in by_size.items() if documents
     ]  # fmt: skip
     largest = max(sizes)
-    return Plan(plans, _total(plans, world), _size_plan(largest, list(lengths), lengths, world, capacity, time_of))
+    alone = _size_plan(largest, list(lengths), lengths, world, capacity, time_of)
+    return {**{str(row.size): row for row in plans}, "all": _total(plans, world), f"all on {largest}": alone}
 
 
 def packed(documents: Sequence[int], capacity: int) -> list[Documents]:

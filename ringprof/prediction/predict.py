@@ -30,11 +30,9 @@ from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSa
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import Estimate, OutsideCalibration
 from ringprof.prediction.machine import (
-    LIKELIEST,
     MASKED_OVER_PLAIN,
     AnyCurves,
     CalibratedMachine,
-    Draw,
     curves_of,
     estimate,
 )
@@ -259,35 +257,42 @@ def _simulate_draws(
 ) -> PredictionResult:  # fmt: skip
     """Simulate a schedule on several draws of the machine and return the prediction."""
     if query.one_stream:
-        schedule = msgspec.structs.replace(schedule, programs=list(map(_on_one_stream, schedule.programs)))
+        replaced = msgspec.structs.replace
+        schedule = replaced(schedule, programs=[
+            replaced(program, ops=[replaced(op, stream=0) for op in program.ops if not isinstance(op, StreamWait)])
+            for program in schedule.programs
+        ])  # fmt: skip
     programs, cluster = schedule.programs, cluster or query.cluster
     links = Links(machine, replace(cluster, pairwise=query.pairwise))
 
-    def run(draw: Draw, utilisation: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
+    def run(
+        utilisation: Mapping[int, float] | None, lead_ns: float = math.inf, *, seed: int = 0, host_factor: float = 1.0
+    ) -> list[Timeline]:
         machine_draw = CalibratedMachine(
-            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise, repacks=query.repacks
-        )
+            machine, links, curves, utilisation, query.busy_s, seed=seed, host_factor=host_factor,
+            hops_first=query.pairwise, repacks=query.repacks,
+        )  # fmt: skip
         return simulate(programs, machine_draw, lead_ns=lead_ns)
 
-    timelines = run(LIKELIEST, None)
+    timelines = run(None)
     end_ns = _latest_end_ns(timelines)
-    utilisation = {
-        program.rank: _busy_share(program, timeline, end_ns)
-        for program, timeline in zip(programs, timelines, strict=True)
-    }
+    utilisation = {}
+    for program, timeline in zip(programs, timelines, strict=True):
+        spans = [timeline.ops[index] for index, op in enumerate(program.ops) if isinstance(op, ComputeOp)]
+        utilisation[program.rank] = min(1.0, sum(b - a for a, b in spans) / end_ns) if end_ns else 0.0
     max_draws = DRAWS if len(programs) <= 8 else 7 if len(programs) <= LARGE_RANKS else 3
-    draws = [run(Draw(seed=seed), utilisation) for seed in range(1, 1 + min(most_draws, max_draws))]
+    draws = [run(utilisation, seed=seed) for seed in range(1, 1 + min(most_draws, max_draws))]
     ends_ns = [_latest_end_ns(drawn) for drawn in draws]
     device_ns, run_variance = median(ends_ns), pvariance([math.log(end_ns) for end_ns in ends_ns])
     timelines = min(draws, key=lambda candidate: abs(_latest_end_ns(candidate) - device_ns))
     issued_ns = [sum(host_ns(machine, curves.kernel, program)) for program in programs]
     host, lead_ns = _host_time(machine, issued_ns), math.inf
     if host.median_ns > device_ns:
-        slow_host = Draw(host=host.median_ns / max(issued_ns))
+        factor = host.median_ns / max(issued_ns)
         # A finished host continues with the next iteration after it has launched the collective between iterations.
         between_ns = 1e3 * times_us(machine, curves.kernel)["collective_us"]
-        lead_ns = max(0.0, _latest_end_ns(run(slow_host, utilisation, 0.0)) - host.median_ns - between_ns)
-        timelines = run(slow_host, utilisation, lead_ns)
+        lead_ns = max(0.0, _latest_end_ns(run(utilisation, 0.0, host_factor=factor)) - host.median_ns - between_ns)
+        timelines = run(utilisation, lead_ns, host_factor=factor)
         host = replace(host, median_ns=_latest_end_ns(timelines))
     breakdowns = [
         time_breakdown(program, timeline, cluster) for program, timeline in zip(programs, timelines, strict=True)
@@ -315,12 +320,6 @@ def _simulate_draws(
     )  # fmt: skip
 
 
-def _on_one_stream(program: Program) -> Program:
-    """Return the program with all operations on one stream, in their order."""
-    ops = [msgspec.structs.replace(op, stream=0) for op in program.ops if not isinstance(op, StreamWait)]
-    return msgspec.structs.replace(program, ops=ops)
-
-
 def _latest_end_ns(timelines: Sequence[Timeline]) -> float:
     """Return the end of the slowest rank."""
     return max(timeline.end_ns for timeline in timelines)
@@ -343,12 +342,6 @@ def _host_time(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
     noise = 1e3 * machine.run_to_run_noise_us.value / median_ns
     spread = host.launch_us.spread if host.pass_spread is None else host.pass_spread
     return Lognormal(median_ns, math.hypot(spread, noise, pstdev(slowest_ns) / median_ns))
-
-
-def _busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> float:
-    """Return the fraction of an iteration in which a rank computes attention."""
-    spans = (timeline.ops[op_index] for op_index, op in enumerate(program.ops) if isinstance(op, ComputeOp))
-    return min(1.0, sum(stop - start for start, stop in spans) / iteration_ns) if iteration_ns else 0.0
 
 
 def time_breakdown(program: Program, timeline: Timeline, cluster: Cluster) -> _Breakdown:

@@ -202,8 +202,12 @@ def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: C
     measurement = Measurement(number, cells.get("id") or cells.get("strategy") or "")
     try:
         part, workload, cluster = _read_workload(cells, cluster)
-        speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
-        measured_ms, tflops = speeds.pop("time_ms", None), next(iter(speeds.values()), None)
+        speeds = {name: cells[name] for name in _TIMES if name in cells}
+        for name, text in speeds.items():
+            if not _NUMBER.fullmatch(text) or not float(text):
+                raise InputError(f"{name} {text[:40]!r} is no such number")
+        measured_ms = float(speeds.pop("time_ms")) if "time_ms" in speeds else None
+        tflops = next(map(float, speeds.values()), None)
         flops = workload.model_flops() * 5 / 7 if part == "bwd" else workload.model_flops()
         flops = flops / cluster.size / 1e9
         if measured_ms is None and tflops:
@@ -214,14 +218,6 @@ def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: C
         return replace(measurement, query=_query_of(cells, workload, cluster, device))
     except InputError as error:
         return replace(measurement, reason=str(error))
-
-
-def _number(name: str, text: str) -> float:
-    """Read a positive number. Raises `InputError`."""
-    number = float(text) if _NUMBER.fullmatch(text) else 0.0
-    if not number:
-        raise InputError(f"{name} {text[:40]!r} is no such number")
-    return number
 
 
 def _count(name: str, text: str) -> int:

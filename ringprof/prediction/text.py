@@ -97,7 +97,11 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         "what it rests on",
         *(_input(name, value) for name, value in inputs(prediction).items()),
     ]  # fmt: skip
-    sections = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
+    # The slowest rank's time by phase and part.
+    spans, present = prediction.breakdown, [part for part in labels if prediction.breakdown.total(part) > 0]
+    rows = [[name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)] for name, parts in spans.phases.items()]
+    table = Table("slowest rank, ms", [Column(""), *(Column(labels[part]) for part in present)], rows)
+    sections = [style.fit("\n".join(head)), table.text(style), style.fit("\n".join(tail))]
     return style.finish("\n\n".join(sections))
 
 
@@ -118,14 +122,6 @@ def step_text(step: StepPrediction, style: TextStyle) -> str:
     )
     attention = prediction_text(step.attention, style)
     return style.finish("\n\n".join([style.fit(head), table, style.fit(note), attention.rstrip("\n")]))
-
-
-def _table(prediction: PredictionResult) -> Table:
-    """Return the slowest rank's time by phase and part."""
-    spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
-    present = [part for part in labels if spans.total(part) > 0]
-    rows = [[name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)] for name, parts in spans.phases.items()]
-    return Table("slowest rank, ms", [Column(""), *(Column(labels[part]) for part in present)], rows)
 
 
 def remarks(prediction: PredictionResult) -> list[str]:
@@ -231,6 +227,10 @@ def document(prediction: PredictionResult) -> Document:
         (rate(prediction.tflops(median_ns)), "per GPU"),
         (binary_size(prediction.peak_bytes), "per GPU at most"),
     ]
+    input_rows = [
+        [text(name), number(value.value), number(value.spread, 3, 0.01), text(value.origin), text(value.source)]
+        for name, value in inputs(prediction).items()
+    ]
     sections = [
         PageSection("parts", "Where the time goes", "Time of the slowest rank by phase.", _parts(prediction)),
         PageSection(
@@ -238,7 +238,7 @@ def document(prediction: PredictionResult) -> Document:
             _certainty(prediction),
         ),
         PageSection("inputs", "What it rests on", "Figures of the machine file, with spread and origin.",
-                    Content(tables=[_inputs(prediction)])),
+                    Content(tables=[PageTable(["figure", "value", "spread %", "origin", "source"], input_rows)])),
     ]  # fmt: skip
     lines = [clean(line, LONGEST_SENTENCE) for line in (*remarks(prediction), f"longest part: {bound}") if line]
     subtitle = f"{cluster_text(query.cluster, prediction.machine.device)} · {described(query.workload)}"
@@ -282,11 +282,3 @@ def _certainty(prediction: PredictionResult) -> Content:
     values = [100 * spread for spread in sources.values()]
     shares = bars.stacked(list(sources), {"spread": (palette.BLUE, values)}, "% of the time, one standard deviation")
     return Content(charts=[chart, shares])
-
-
-def _inputs(prediction: PredictionResult) -> PageTable:
-    rows = [
-        [text(name), number(value.value), number(value.spread, 3, 0.01), text(value.origin), text(value.source)]
-        for name, value in inputs(prediction).items()
-    ]
-    return PageTable(["figure", "value", "spread %", "origin", "source"], rows)
