@@ -57,13 +57,14 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     for choice in shown_choices:
         prediction = choice.prediction
         low, middle, high = (significant(time, 3) for time in prediction.interval_ms)
+        gib = prediction.peak_bytes / 2**30
         middle = f"~{middle}" if prediction.few_ranks else middle
         rows.append([
             f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
             percent(choice.best, 0), middle, f"{low} to {high}",
             significant(prediction.tflops(prediction.median_ns), 3),
             rounded_percent(prediction.exposed_share), percent(prediction.time.host_share, 0),
-            _memory(prediction.peak_bytes),
+            f"{significant(gib, 3)} GiB" if gib >= 1 else f"{significant(1024 * gib, 3)} MiB",
         ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
@@ -148,6 +149,10 @@ def _two_digits(value: float) -> str:
 
 def document(advice: Advice) -> Document:
     """Return the page: the recommendation, all choices, and speed over length, nodes and NICs."""
+
+    def bands(name: str) -> Any:
+        return drawing().bands(ACROSS[name], SPEED, speeds(advice, name), marks(advice, name))
+
     first = advice.first.prediction
     shown = advice.choices[:MOST_SHOWN]
     names = [choice.label for choice in shown]
@@ -163,12 +168,12 @@ def document(advice: Advice) -> Document:
         ),
         PageSection(
             "length", "Speed against length", "Predicted, with the interval that holds four of five cases.",
-            Content(_bands(advice, "tokens")),
+            Content(bands("tokens")),
         ),
     ]  # fmt: skip
     for name, title in (("hosts", "Speed against nodes"), ("nic", "Speed against the network")):
         if advice.points[name]:
-            sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
+            sections.append(PageSection(name, title, "Predicted, as above.", Content(bands(name))))
     tiles = [
         (duration(first.median_ns), "predicted, per iteration"),
         (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),
@@ -220,16 +225,6 @@ def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
     crossing_marks = [(value, f"{names[index]} as fast") for value, index in crossings(advice.points[name])]
     value = None if name == "hosts" else advice.hidden_from(name)
     return [*crossing_marks, (value, "transfers hidden")] if value is not None else crossing_marks
-
-
-def _memory(size_bytes: int) -> str:
-    """Format bytes in GiB or MiB with three significant digits."""
-    gib = size_bytes / 2**30
-    return f"{significant(gib, 3)} GiB" if gib >= 1 else f"{significant(1024 * gib, 3)} MiB"
-
-
-def _bands(advice: Advice, name: str) -> Any:
-    return drawing().bands(ACROSS[name], SPEED, speeds(advice, name), marks(advice, name))
 
 
 def _table(advice: Advice) -> PageTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -217,13 +217,13 @@ class ScheduleCache:
     def of(self, query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
         """Return the programs of ``ranks`` (all if None). Raises like `schedule_of`."""
         shape = query.cluster.size, query.cluster.gpus_per_host, cluster.size, cluster.gpus_per_host
-        question = (query.strategy, query.workload, query.kernel, query.hops, _items(query.params), shape)
+        question = (query.strategy, query.workload, query.kernel, query.hops, (*sorted(query.params.items()),), shape)
         if question not in self._stand_ins:
             self._stand_ins[question] = stand_in_workload(query, cluster)
         workload, params = self._stand_ins[question]
         key = (
-            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops, _items(params),
-            query.legacy_schedule,
+            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops,
+            (*sorted(params.items()),), query.legacy_schedule,
         )  # fmt: skip
         wanted_ranks = range(cluster.size) if ranks is None else ranks
         known, programs = self._schedules.get(key, (None, {}))
@@ -236,10 +236,6 @@ class ScheduleCache:
             programs |= {program.rank: program for program in known.programs}
             self._schedules[key] = known, programs
         return msgspec.structs.replace(known, programs=[programs[rank] for rank in wanted_ranks])
-
-
-def _items(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(params.items()))
 
 
 def _use_legacy_schedule(strategy: Strategy) -> None:

@@ -40,13 +40,9 @@ def part_labels(workload: Workload) -> dict[str, str]:
 def described(workload: Workload) -> str:
     """Describe a workload in a few words."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
-    if workload.recurrent:
-        return _joined(workload, batch, workload.mask_in_short())
-    mask = str(workload.mask()) if workload.causal or not workload.mask().plain else "full attention"
-    return _joined(workload, batch, ", ".join([mask, *workload.extras()]))
-
-
-def _joined(workload: Workload, batch: str, mask: str) -> str:
+    full = not workload.causal and workload.mask().plain
+    attention = "full attention" if full else str(workload.mask())
+    mask = workload.mask_in_short() if workload.recurrent else ", ".join([attention, *workload.extras()])
     passes = "forward and backward" if workload.backward else "forward only"
     tokens = f"{workload.seq} token{'s' if workload.seq > 1 else ''}"
     if workload.kv_length is not None:
