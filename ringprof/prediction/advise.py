@@ -546,42 +546,27 @@ _EQUAL = 1e-6
 """Difference of shifts up to which an input moves both times alike."""
 
 
-@dataclass(frozen=True)
-class _Input:
-    """An uncertain input that one or two GPUs can measure."""
-
-    measured: str
-    """Name of the measured quantity, such as ``the rate of hops inside a node``; ``{}`` stands for a strategy."""
-    command: str
-    gpus: int
-    """Number of GPUs that it needs."""
-    gb_s: Callable[[PredictionResult], float | None] = lambda prediction: None
-    """Assumed rate in GB/s; None for times of kernels and hosts."""
-
-
-_ON_GPUS = {1: "on one GPU", 2: "on two GPUs"}
-_CALIBRATE = "ringprof calibrate --parts {} -o machine.json"
-_INPUTS = {
-    "forward kernel": _Input("the kernel's forward time on the blocks of {}", _CALIBRATE.format("kernels"), 1),
-    "backward kernel": _Input("the kernel's backward time on the blocks of {}", _CALIBRATE.format("kernels"), 1),
-    "memory": _Input(
-        "the rate of merges and copies", _CALIBRATE.format("memory"), 1,
-        lambda prediction: prediction.machine.memory_gb_s.value,
+_INPUTS: dict[str, tuple[str, str, int, Callable[[PredictionResult], float | None]]] = {
+    "forward kernel": ("the kernel's forward time on the blocks of {}", "kernels", 1, lambda _: None),
+    "backward kernel": ("the kernel's backward time on the blocks of {}", "kernels", 1, lambda _: None),
+    "memory": ("the rate of merges and copies", "memory", 1, lambda prediction: prediction.machine.memory_gb_s.value),
+    "host": ("the host's launch times", "host", 1, lambda _: None),
+    "same_host": (
+        "the rate of hops inside a node", "links", 2, lambda prediction: prediction.machine.same_host.hop_gb_s.value,
     ),
-    "host": _Input("the host's launch times", _CALIBRATE.format("host"), 1),
-    "same_host": _Input(
-        "the rate of hops inside a node", _CALIBRATE.format("links"), 2,
-        lambda prediction: prediction.machine.same_host.hop_gb_s.value,
-    ),
-    "other_host": _Input(
-        "the rate between two nodes",
-        "ringprof record --strategy ring on two nodes, then ringprof calibrate RUN", 2,
+    "other_host": (
+        "the rate between two nodes", "ringprof record --strategy ring on two nodes, then ringprof calibrate RUN", 2,
         lambda prediction: (
             prediction.machine.other_host.total_gb_s.value if prediction.query.cluster.nic_gbit is None
             else prediction.query.cluster.nic_gbit / 8
         ),
     ),
 }  # fmt: skip
+"""Uncertain inputs that one or two GPUs can measure.
+
+What is measured, where ``{}`` stands for a strategy; the part of `ringprof calibrate` or the command that measures it;
+the number of GPUs that it needs; and the assumed rate in GB/s, None for times of kernels and hosts.
+"""
 
 
 def deciding_experiment(first: PredictionResult, second: PredictionResult) -> tuple[float, str] | None:
@@ -594,7 +579,7 @@ def deciding_experiment(first: PredictionResult, second: PredictionResult) -> tu
     log_ratio = math.log(second.median_ns / first.median_ns)
     variances = first.variance_by_input, second.variance_by_input
     experiments = []
-    for name, measured in _INPUTS.items():
+    for name, (measured, part, gpus, gb_s) in _INPUTS.items():
         shifts = [math.sqrt(by_input.get(name, 0.0)) for by_input in variances]
         shift = shifts[1] - shifts[0]
         if abs(shift) < _EQUAL:
@@ -605,11 +590,12 @@ def deciding_experiment(first: PredictionResult, second: PredictionResult) -> tu
         if probability >= _LEAST_PROBABILITY and spread:
             less_known = (first, second)[shift > 0].query.strategy
             sentence = (
-                f"{measured.measured.format(less_known)} ({_ON_GPUS[measured.gpus]}: {measured.command}):"
-                f" {_result(measured.gb_s(first), math.exp(deviations * spread))} would put it first, with a"
-                f" probability of {percent(probability, 0)}"
+                f"{measured.format(less_known)} (on {'one GPU' if gpus == 1 else 'two GPUs'}:"
+                f" {part if ' ' in part else f'ringprof calibrate --parts {part} -o machine.json'}):"
+                f" {_result(gb_s(first), math.exp(deviations * spread))} would put it first, with a probability of"
+                f" {percent(probability, 0)}"
             )
-            experiments.append((measured.gpus, probability, sentence))
+            experiments.append((gpus, probability, sentence))
     # Of equally likely ones, the one with fewer GPUs is cheaper.
     best = max(experiments, key=lambda item: (round(item[1], 2), -item[0]), default=None)
     return best and best[1:]

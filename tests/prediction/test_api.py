@@ -239,7 +239,7 @@ def choice(label: str, **parts_ms: float) -> Any:
 )  # fmt: skip
 def test_why_not_the_second_choice_names_gain_and_loss(other: dict[str, float], expected: str) -> None:
     choices: tuple[Choice, ...] = (choice("a", kernel=1000.0, peers=100.0), choice("b", **other))
-    assert Advice(choices, (), (), (), ()).why_not_the_second() == expected
+    assert Advice(choices, (), {}).why_not_the_second() == expected
 
 
 def test_invalid_prediction_arguments_are_refused() -> None:
