@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from ringprof.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Program
 from ringprof.kernel_rates import KernelRate
 from ringprof.prediction.calibration import Calibration, KernelFigures, Value
 from ringprof.prediction.host_model import host_ns
-from ringprof.prediction.kernel_model import Curve, Estimate, OutsideCalibration
+from ringprof.prediction.kernel_model import SHAPE, Curve, Estimate, OutsideCalibration, block_of
 from ringprof.prediction.network import Links
 from ringprof.prediction.recurrence_curves import RecurrenceCurves, cached
 from ringprof.prediction.simulator import BlockTime
@@ -45,6 +46,9 @@ JITTER = 0.01
 """Relative standard deviation of a block's time from one call to the next."""
 
 
+_shape_of = attrgetter(*SHAPE)
+
+
 class Curves:
     """Fitted curves of one kernel on one machine, with a cache of their estimates; see `Curve` for ``pieces``."""
 
@@ -56,10 +60,7 @@ class Curves:
 
     def estimate(self, block: AttentionOp) -> Estimate:
         """Estimate a block's time on a hot device. Raises `OutsideCalibration`."""
-        key = (
-            block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal,
-            block.pairs, block.sequences,
-        )  # fmt: skip
+        key = _shape_of(block)
         if key not in self._estimates:
             rate = self.kernel.cache_gb_s
             if rate is not None and reads_cache(block):
@@ -228,10 +229,7 @@ def with_rates(calibration: Calibration) -> Calibration:
             for phase, group, causal, tokens in product(_PHASES, near_groups, (True, False), _TOKENS):
                 if not min(lengths) <= tokens <= 2 * max(lengths):
                     continue
-                block = AttentionOp(
-                    label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=_HEADS, kv_heads=_HEADS // group,
-                    head_dim=head_dim, causal=causal,
-                )  # fmt: skip
+                block = block_of(phase, tokens, tokens, _HEADS, _HEADS // group, head_dim, causal=causal)
                 try:
                     estimate = curves.estimate(block)
                 except OutsideCalibration:

@@ -40,6 +40,7 @@ from ringprof.prediction.calibration import (
     unmeasured_kernel,
 )
 from ringprof.prediction.host_model import count_kinds, fit_host_times
+from ringprof.prediction.kernel_model import SHAPE, block_of
 from ringprof.prediction.measure_recurrences import measure_recurrences
 from ringprof.prediction.microbenchmark import Bench, call_of
 from ringprof.prediction.network import channels
@@ -57,13 +58,10 @@ from ringprof.workload.mask import NO_LIMIT
 from ringprof.workload.workload import Workload
 
 Save = Callable[[Calibration], None]
-_SHAPE = ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences")
 _SAVE_INTERVAL_S = 30.0
 """Seconds between two saves of samples."""
 _WARM_UP_S = 8.0
-_LONG_BLOCK = AttentionOp(
-    label="", phase="forward", batch=1, q=16384, kv=16384, heads=40, kv_heads=40, head_dim=128, causal=False
-)  # fmt: skip
+_LONG_BLOCK = block_of("forward", 16384, 16384, 40, 40, causal=False)
 _CONTENTION_BLOCK, _CONTENTION_BYTES = msgspec.structs.replace(_LONG_BLOCK, q=8192, kv=8192), 1 << 30
 """A block, and the size of a message whose transfer takes longer than the block.
 
@@ -223,7 +221,7 @@ def _sample(bench: Bench, kernel: Any, block: AttentionOp, parts: MaskBlocks | N
     finally:
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-    shape = {name: getattr(block, name) for name in _SHAPE}
+    shape = {name: getattr(block, name) for name in SHAPE}
     return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
 
 
@@ -574,7 +572,7 @@ def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
             )
             shapes = [*_square_blocks(lengths, heads, kv_heads)]
             for q, kv in _GATHERED if is_first_shape else ():
-                shapes += [_attention_op(phase, q, kv, heads, kv_heads, causal=False) for phase in _PHASES]
+                shapes += [block_of(phase, q, kv, heads, kv_heads, causal=False) for phase in _PHASES]
             cases += [(kernel, block, None) for block in shapes if block.flops() < _MAX_FLOPS]
         if KERNELS[kernel].takes_windows and KERNELS[kernel].varlen:
             cases += _masked_cases(kernel)
@@ -594,12 +592,12 @@ def _square_blocks(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterato
         half = length // 2
         for phase in _PHASES:
             # The local block; a full block; zigzag's halves; stripe's triangle, one row and one column short.
-            yield _attention_op(phase, length, length, heads, kv_heads, causal=True)
-            yield _attention_op(phase, length, length, heads, kv_heads, causal=False)
-            yield _attention_op(phase, half, length, heads, kv_heads, causal=False)
-            yield _attention_op(phase, length, half, heads, kv_heads, causal=False)
+            yield block_of(phase, length, length, heads, kv_heads, causal=True)
+            yield block_of(phase, length, length, heads, kv_heads, causal=False)
+            yield block_of(phase, half, length, heads, kv_heads, causal=False)
+            yield block_of(phase, length, half, heads, kv_heads, causal=False)
             if length in _SHORT_LIST_LENGTHS and heads == kv_heads:
-                yield _attention_op(phase, length - 1, length - 1, heads, kv_heads, causal=True)
+                yield block_of(phase, length - 1, length - 1, heads, kv_heads, causal=True)
 
 
 def _masked_cases(kernel: str) -> Iterator[KernelCase]:
@@ -620,15 +618,9 @@ def _mask_cases(kernel: str, rectangles: Sequence[AttnRectangle], heads: int, kv
     """Yield the forward and the backward pass over a mask's rectangles."""
     mask_blocks = MaskBlocks(tuple(rectangles), rectangles[-1].q_end, rectangles[-1].kv_end)
     for phase in _PHASES:
-        block = _attention_op(
+        block = block_of(
             phase, mask_blocks.queries, mask_blocks.keys, heads, kv_heads, causal=rectangles[0].left == NO_LIMIT
         )
         yield (
             kernel, msgspec.structs.replace(block, pairs=mask_blocks.area, sequences=len(rectangles)), mask_blocks
         )  # fmt: skip
-
-
-def _attention_op(phase: str, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> AttentionOp:
-    return AttentionOp(
-        label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM, causal=causal  # type: ignore[arg-type]
-    )  # fmt: skip

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction.calibration import KernelSample, assumed_calibration, read_calibration
-from ringprof.prediction.kernel_model import EXTRAPOLATED_SPREAD, Curve, OutsideCalibration
+from ringprof.prediction.kernel_model import EXTRAPOLATED_SPREAD, Curve, OutsideCalibration, block_of
 from ringprof.prediction.machine import Curves
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -27,9 +27,7 @@ def block(
     q: int, kv: int, causal: bool = False, heads: int = 32, kv_heads: int = 32, head_dim: int = 128,
     phase: Literal["forward", "backward"] = "forward",
 ) -> AttentionOp:  # fmt: skip
-    return AttentionOp(
-        label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal
-    )
+    return block_of(phase, q, kv, heads, kv_heads, head_dim, causal=causal)
 
 
 def law(op: AttentionOp) -> float:
