@@ -196,12 +196,12 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     post_us: Value
     """The start of an NCCL hop."""
     wait_us: Value
-    collective_us: Value | None = None
-    """The start of a collective; None means `post_us`."""
-    copy_us: Value | None = None
-    """The start of a hop by copy engine; None means `post_us`."""
-    autograd_us: Value | None = None
-    """Overhead of a backward pass beyond its operations; None means 0."""
+    collective_us: Value
+    """The start of a collective."""
+    copy_us: Value
+    """The start of a hop by copy engine."""
+    autograd_us: Value
+    """Overhead of a backward pass beyond its operations."""
     host_variation: Value = msgspec.field(
         default=Value(0.095, 0.3, "assumed", "as ranks of recorded runs of 2 H200"), name="unlike"
     )

@@ -73,14 +73,10 @@ def host_ns(calibration: Calibration, kernel: KernelFigures, program: Program) -
 
 
 def times_us(calibration: Calibration, kernel: KernelFigures) -> dict[str, float]:
-    """Return microseconds per kind; a field that older files lack falls back to the most similar one."""
-    host = calibration.host
-    fallbacks = {"collective_us": host.post_us, "copy_us": host.post_us}
-    values = {
-        name: getattr(host, name) or fallbacks.get(name) for name in host.__struct_fields__ if name.endswith("_us")
-    }
-    values |= {name: getattr(kernel, name) for name in _KERNEL_KINDS if getattr(kernel, name)}
-    return {name: 0.0 if value is None else value.value for name, value in values.items()}
+    """Return microseconds per kind; a kernel's own times come before those of the machine."""
+    kinds = [name for name in calibration.host.__struct_fields__ if name.endswith("_us")]
+    own = {name: value for name in _KERNEL_KINDS if (value := getattr(kernel, name))}
+    return {name: (own.get(name) or getattr(calibration.host, name)).value for name in kinds}
 
 
 def _first_backward(program: Program) -> int | None:
@@ -115,8 +111,7 @@ def fit_host_times(base: Calibration, passes: Sequence[HostPass], source: str) -
     fitted = np.maximum(fitted, 0.1 * prior)
     error = max(math.sqrt(float(np.mean((rows @ fitted / measured - 1) ** 2))), _MIN_SPREAD)
     # Each kind's standard deviation after the fit: the passes, and the relative error of its usual proportion before.
-    usual_values = (getattr(base.host, kind) for _, kind in usual)
-    spreads = np.array([max(_MIN_PRIOR_SPREAD, 0.0 if value is None else value.spread) for value in usual_values])
+    spreads = np.array([max(_MIN_PRIOR_SPREAD, getattr(base.host, kind).spread) for _, kind in usual])
     counts_per_us = rows / measured[:, None]
     precision = counts_per_us.T @ counts_per_us / error**2 + np.diag(1 / (spreads * prior) ** 2)
     stds_us = np.sqrt(np.diag(np.linalg.inv(precision)))

@@ -158,8 +158,7 @@ def constant_machine(hop: float, collective: float, latency_us: float) -> Calibr
     )  # fmt: skip
     kernel = KernelFigures(name="flash-attn", fills_device=False, tail=nothing, lead=nothing, samples=[sample])
     host = Host(
-        call_us=nothing, launch_us=nothing, forward_us=nothing, backward_us=nothing, post_us=nothing, wait_us=nothing,
-        host_variation=nothing,
+        **{name: nothing for name in Host.__struct_fields__ if name.endswith("_us")}, host_variation=nothing,
     )  # fmt: skip
     return msgspec.structs.replace(
         assumed_calibration("made up", "made up", 132, 1 << 40), kernels=[kernel], same_host=link,
