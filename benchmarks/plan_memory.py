@@ -23,12 +23,11 @@ from msgspec.structs import replace
 
 from ringprof.dryrun import memory
 from ringprof.iteration.baselines import measure_baselines, strategy_without_transport
-from ringprof.iteration.dynamic_cp import DynamicCpShard
 from ringprof.iteration.layer import LayersShard
 from ringprof.iteration.request import RecordRequest
-from ringprof.iteration.shard import WorkloadShard, peak_bytes
+from ringprof.iteration.shard import DynamicCpShard, WorkloadShard
 from ringprof.ranks.progress import SilentReporter
-from ringprof.recording.measure import measure
+from ringprof.recording.measure import measure, peak_bytes
 from ringprof.strategies import create, names
 from ringprof.strategies.algorithms.dynamic import Dynamic
 from ringprof.strategies.transport.copy_engine import held_bytes
@@ -104,10 +103,10 @@ def measured(request: RecordRequest, kernel: str, device: torch.device) -> tuple
     else:
         kind = WorkloadShard if workload.layer is None else LayersShard
         problem = kind.create(create(request.strategy, **options), workload, device)
-    peak = measure(problem, device, 3, 2, reporter).peak_bytes or 0
+    peak = measure(problem, 3, 2, reporter).peak_bytes or 0
     if request.controls:
         silent = strategy_without_transport(request.strategy, kernel, None, request.params)
-        measure_baselines(problem, silent, device, 1, 1, reporter)
+        measure_baselines(problem, silent, 1, 1, reporter)
         peak = max(peak, peak_bytes(device) or 0)
     return peak, before
 

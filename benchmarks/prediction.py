@@ -398,12 +398,12 @@ def _published(hardware: str, machine: str, cluster: Cluster, ids: Sequence[str]
         if row["hardware"].startswith(hardware) and row["id"] not in FITTED_ROWS and (not ids or row["id"] in ids)
     ]
     for checked in check_rows(chosen, read_calibration(machine), schedule_of, cluster):
-        if checked.predicted_ms and checked.row.measured_ms:
+        if checked.predicted_ms and checked.measured.ms:
             low, median_ms, high = checked.predicted_ms
-            row = chosen[checked.row.number - 2]
+            row = chosen[checked.measured.line - 2]
             name = f"{row['id']} {row['strategy']} {row['n_gpus']} {row['seq_global']} {row['pass']}"
             yield Score(
-                f"{name} {'causal' if row['causal'] == 'True' else 'full'}", checked.row.measured_ms, median_ms, low,
+                f"{name} {'causal' if row['causal'] == 'True' else 'full'}", checked.measured.ms, median_ms, low,
                 high, family=row["strategy"], machine=machine, part=row["pass"], hosts=int(row["hosts"]),
             )  # fmt: skip
 

@@ -23,10 +23,10 @@ import torch
 from ringprof.iteration.shard import WorkloadShard
 from ringprof.ranks.launcher import launcher_rank
 from ringprof.ranks.machine import device_name, host_name
-from ringprof.ranks.process_group import world_group
+from ringprof.ranks.process_group import GroupRanks, world_group
 from ringprof.ranks.progress import SilentReporter
 from ringprof.recording.measure import measure
-from ringprof.recording.recording import RankResult, build_run, gather_results, strategy_used
+from ringprof.recording.recording import RankResult, build_run, strategy_used
 from ringprof.run import Timings, write_run
 from ringprof.strategies import create
 from ringprof.workload.workload import Workload
@@ -169,13 +169,13 @@ def record(case: Case, folder: Path, device: torch.device) -> str:
     strategy = create(case.strategy, kernel=case.kernel, hops=case.hops, **case.params)
     shard = WorkloadShard.create(strategy, case.workload, device)
     factor = SMALL_FACTOR if case.seq <= SMALL else 1
-    measured = measure(shard, device, factor * WARMUP, factor * ITERS, SilentReporter())
+    measured = measure(shard, factor * WARMUP, factor * ITERS, SilentReporter())
     rank = strategy.comm.rank
     result = RankResult(
         host=host_name(), local_rank=rank, device=device_name(device), trace="",
         iterations_ns=measured.iterations_ns, peak_bytes=measured.peak_bytes, work=measured.work,
     )  # fmt: skip
-    results = gather_results(result, device)
+    results = GroupRanks(None).gather_structs(result)
     timings = Timings(warmup=factor * WARMUP, iterations_ns=[rank_result.iterations_ns for rank_result in results])
     if rank == 0:
         run_folder = folder / case.name

@@ -120,7 +120,7 @@ def measure_rows(
                 if late.item():
                     continue
                 shard = RecurrenceShard.create(create_recurrent(strategy, kernel="fla"), workload, device)
-                measured = measure(shard, device, 6, 20, SilentReporter())
+                measured = measure(shard, 6, 20, SilentReporter())
                 slowest = torch.tensor([*measured.iterations_ns, measured.peak_bytes or 0], device=device)
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
                 *times_ns, peak = slowest.tolist()

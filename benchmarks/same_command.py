@@ -201,7 +201,7 @@ def _time(options: argparse.Namespace, rank: int, output: Path, pipes: _RankPipe
         if options.device == "cuda":
             torch.cuda.synchronize()
         pipes.ready()
-        times = measure(problem, device, options.warmup, options.iters, SilentReporter()).iterations_ns
+        times = measure(problem, options.warmup, options.iters, SilentReporter()).iterations_ns
         output.write_text(json.dumps(times))
         pipes.measured()
 

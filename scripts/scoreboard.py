@@ -34,7 +34,7 @@ QUESTIONS = {
     "32 A800 on 4 nodes, published": ("a800",),
     "prefill and decode": ("inference",),
     "a whole training step": ("steps",),
-    "a recorded run replayed, as `what-if` does before it changes anything": ("replays",),
+    "a recorded run replayed, as `predict --replay` does before it changes anything": ("replays",),
 }  # fmt: skip
 """Parts of `benchmarks.prediction.PARTS` by what a user asks for."""
 
@@ -92,7 +92,7 @@ def scoreboard() -> str:
         f"{len(published)} published rows and {len(own)} runs of our own, by family, machine and pass; predicted over"
         " measured, less 1.", "",
         f"{len(apart)} published rows are scored apart, {', '.join(score.name.split()[0] for score in apart)}: they are"
-        f" of one program in one log, of which `predict --check` finds some faster than the kernel alone."
+        f" of one program in one log, of which `predict --against` finds some faster than the kernel alone."
         f" {sum(bool(score.inside) for score in apart)} of them lie inside; their mean error is {_mean(apart):.0f} %.",
         "",
         "**Families over all published rows**, those outside 75 to 85 % first. *Other machines* and *other families*:"

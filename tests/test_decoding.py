@@ -126,7 +126,6 @@ _DECODERS = {"decode", "loads", "load", "Decoder", "JSONDecoder"}
 EXCEPTIONS = {
     "common/decoding.py": "the module itself",
     "prediction/microbenchmark.py": "measurements that one process of a calibration sends to another",
-    "spawn.py": "import paths on the command line of a process that ringprof starts itself",
     "common/json_object.py": "text of the same function, and tasks that one process of a run sends to another",
     "ranks/progress.py": "progress logs of this run's own ranks, in a folder that is this user's alone",
     "scale/store.py": "results that this run's own helpers leave in a folder that is this user's alone",

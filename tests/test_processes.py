@@ -58,7 +58,7 @@ def test_ended_worker_is_an_error_and_is_replaced(function, item) -> None:
 
 INTERRUPTED_AT_START = """
 import os, signal, sys
-if any(argument.endswith("spawn.py") for argument in sys.orig_argv):
+if "-P" in sys.orig_argv and "pthread_sigmask" in str(sys.orig_argv):
     os.kill(os.getpid(), signal.SIGINT)
 """
 """A ``sitecustomize.py``: Python runs it before the program's first line, while SIGINT still has its own handler."""

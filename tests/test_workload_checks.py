@@ -25,7 +25,7 @@ WORKLOAD = Workload(seq=SEQ, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
 def captured(counted: int | None, world_size: int = 4, **changes: Any) -> Run:
     """Make a captured block whose ranks counted ``counted`` FLOPs in total."""
     each = None if counted is None else counted // world_size
-    work = [Work(block_flops=each, block_calls={}, sent=[]) for _ in range(world_size)]
+    work = [Work(block_flops=each, block_calls={}, sent=[])] * world_size
     return recorded_run(world_size, **{"timings": None, "workload": WORKLOAD, "work": work, **changes})
 
 

@@ -16,7 +16,7 @@ from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, OTHER_GROUPS
-from ringprof.analysis.rank import BytesMoved, Detail, ExposedTime, Rank, sum_by_link
+from ringprof.analysis.rank import Detail, ExposedTime, Rank, sum_by_link
 from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import (
     blocked_by_channel,
@@ -69,10 +69,9 @@ def explain(
         warnings.append(Notice("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
     in_group = True
     if focus.group is not None:
-        selection = groups.keep_group(classified, focus.group)
-        if selection.unknown:
-            warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, selection.unknown))
-        classified, in_group = selection.classified, selection.in_group
+        classified, in_group, unknown = groups.keep_group(classified, focus.group)
+        if unknown:
+            warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, unknown))
     window = msgspec.structs.replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
         return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), in_group)
@@ -130,10 +129,8 @@ def explain(
         launches=launch_statistics(classified, rows),
         producer=trace.producer,
         one_by_one=launched_one_by_one(classified, rows),
-        bytes_moved=BytesMoved(
-            total([transfer.sent_bytes for transfer in transfers]),
-            None if np.any(sizes == NONE) else int(sizes.sum()),
-        ),
+        sent_bytes=total([transfer.sent_bytes for transfer in transfers]),
+        from_host_bytes=None if np.any(sizes == NONE) else int(sizes.sum()),
         part_work=device_work(classified, rows),
         products=device_products(classified, rows),
     )

@@ -165,7 +165,8 @@ class Advice:
             if (experiment := deciding_experiment(first, rival.prediction)) is not None
         ]
         if not experiments:
-            here = " (ringprof tune records the choices on one node)" if first.query.cluster.hosts == 1 else ""
+            record_them = " (ringprof bench --until-decided records the choices on one node)"
+            here = record_them if first.query.cluster.hosts == 1 else ""
             return f"no input that one or two GPUs can measure is likely to change the order{here}"
         (_, sentence), rival = max(experiments, key=lambda pair: pair[0][0])
         return f"{rival.label} may be faster: {sentence}"

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ringprof.iteration.dynamic_cp import DynamicCpShard
-from ringprof.iteration.shard import Measurement
+from ringprof.iteration.shard import DynamicCpShard, Measurement
 from ringprof.proof.dense import severity
 from ringprof.proof.verify import verify
 from ringprof.proof.verify_timed import verify_timed

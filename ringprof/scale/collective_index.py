@@ -18,7 +18,7 @@ from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int64
 
 
-class _Calls(msgspec.Struct):
+class _GroupCalls(msgspec.Struct):
     """Calls of one kind in one group."""
 
     counts: dict[int, int] = msgspec.field(default_factory=dict)
@@ -28,15 +28,9 @@ class _Calls(msgspec.Struct):
     """Host -> for each call, the host's last rank to begin it."""
 
 
-class KnownCalls(msgspec.Struct, frozen=True):
-    """Matched calls of one kind in one group, as its ranks need them; plain data."""
-
-    peers_ready_ns: Int64
-    """Latest start over the group, per call, on the common clock."""
-    last_rank: Int64
-    """Rank with the latest start, per call."""
-    clock_error_ns: dict[int, int]
-    """Rank -> largest possible error between the clocks of the group's hosts and its own."""
+KnownCalls = tuple[Int64, Int64, dict[int, int]]
+"""Matched calls of one kind in one group, as its ranks need them. Per call: the latest start over the group on the
+common clock, and its rank. By rank: the largest possible error between its clock and those of the group's hosts."""
 
 
 class CollectiveExtract(msgspec.Struct, frozen=True):
@@ -56,8 +50,9 @@ class CollectiveExtract(msgspec.Struct, frozen=True):
     def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
         """Return what the group's other ranks did in the calls of ``rank``."""
         calls = self.calls[group, kind]
-        assert isinstance(calls, KnownCalls)
-        return AbsentPeers(rows, calls.peers_ready_ns, calls.last_rank, calls.clock_error_ns[rank])
+        assert not isinstance(calls, str)
+        peers_ready_ns, last_rank, clock_error_ns = calls
+        return AbsentPeers(rows, peers_ready_ns, last_rank, clock_error_ns[rank])
 
 
 class CollectiveIndex:
@@ -65,7 +60,7 @@ class CollectiveIndex:
 
     def __init__(self, host: Mapping[int, int]) -> None:
         self._host = host
-        self._calls: dict[tuple[Group, str], _Calls] = defaultdict(_Calls)
+        self._calls: dict[tuple[Group, str], _GroupCalls] = defaultdict(_GroupCalls)
 
     def add(self, rank: int, transfers: Sequence[Transfer]) -> None:
         """Add the transfers of one rank, in order."""
@@ -79,7 +74,7 @@ class CollectiveIndex:
             end = np.array([call.end_ns for call in calls], np.int64)
             self._merge(self._calls[groups[number], kind], rank, CollectiveTimes(start, end, end))
 
-    def _merge(self, calls: _Calls, rank: int, times: CollectiveTimes) -> None:
+    def _merge(self, calls: _GroupCalls, rank: int, times: CollectiveTimes) -> None:
         """Merge one rank's times into those of its host."""
         calls.counts[rank] = len(times.last_end)
         host = self._host[rank]
@@ -108,11 +103,11 @@ class CollectiveIndex:
         known = {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
         return CollectiveExtract(known)
 
-    def _mismatch(self, group: Group, calls: _Calls) -> str:
+    def _mismatch(self, group: Group, calls: _GroupCalls) -> str:
         """Return why a group's calls are not matched; empty where they are."""
         return collective_mismatch(group, self._host.keys(), calls.counts)
 
-    def _known_calls(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
+    def _known_calls(self, group: Group, calls: _GroupCalls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
         """Return a group's calls as its ranks among ``ranks`` need them, or why they are not matched."""
         reason = self._mismatch(group, calls)
         if reason:
@@ -129,4 +124,4 @@ class CollectiveIndex:
             clock_errors, host_number = clocks.residuals()
             hosts = sorted({host_number[clocks.host[rank]] for rank in calls.counts})
             errors_ns = {rank: int(clock_errors[host_number[clocks.host[rank]], hosts].max()) for rank in local_ranks}
-        return KnownCalls(peers_ready, last_rank, errors_ns)
+        return peers_ready, last_rank, errors_ns

@@ -322,10 +322,10 @@ class _Pipeline(msgspec.Struct, dict=True):
         unmatched: Counter[str] = Counter()
         disagree = False
         results = self.workers.map(stages.rates_of_tile, ((self.context, tile, clocks) for tile in tiles))
-        for completed, tile_rates in enumerate(results, 1):
-            best = better_rates(best, tile_rates.best)
-            unmatched.update(tile_rates.unmatched)
-            disagree |= tile_rates.clocks_disagree
+        for completed, (tile_best, tile_unmatched, tile_disagrees) in enumerate(results, 1):
+            best = better_rates(best, tile_best)
+            unmatched.update(tile_unmatched)
+            disagree |= tile_disagrees
             self.notify("groups of ranks matched", completed, len(tiles))
         return best, dict(unmatched), disagree
 
@@ -339,9 +339,9 @@ class _Pipeline(msgspec.Struct, dict=True):
         items = ((self.context, tile, [by_rank[rank] for rank in tile.ranks], clocks, best) for tile in tiles)
         finished: dict[int, Rank] = {}
         inconclusive = 0
-        for split_tile in self.workers.map(stages.split_tile, items):
-            inconclusive += split_tile.inconclusive
-            for rank, step_result in zip(split_tile.ranks, split_tile.step_results, strict=True):
+        for split_ranks, tile_inconclusive in self.workers.map(stages.split_tile, items):
+            inconclusive += tile_inconclusive
+            for rank, step_result in split_ranks:
                 detail = self.context.store.detail(rank.rank)
                 reader = read_detail if detail is None else in_memory_reader(detail)
                 finished[rank.rank] = replace(rank, read_detail=reader)
@@ -352,11 +352,11 @@ class _Pipeline(msgspec.Struct, dict=True):
 
     def _keep_step_result(self, rank: int, result: stages.RankStepResult) -> None:
         """Keep the steps that a rank has on its own, for few plans only, so that memory does not grow with ranks."""
-        self.step_summaries[rank] = result.summary
-        if result.plan is None or (result.plan not in self.exposed_by_plan and len(self.exposed_by_plan) >= MAX_PLANS):
+        self.step_summaries[rank], plan, rank_exposed = result
+        if plan is None or (plan not in self.exposed_by_plan and len(self.exposed_by_plan) >= MAX_PLANS):
             return
-        exposed, ranks = self.exposed_by_plan.setdefault(result.plan, ({}, set()))
-        add_exposed(exposed, result.exposed)
+        exposed, ranks = self.exposed_by_plan.setdefault(plan, ({}, set()))
+        add_exposed(exposed, rank_exposed)
         ranks.add(rank)
 
 

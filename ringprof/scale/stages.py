@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.copy_waits import CopyHop, CopyPeers, blocked_on_peers, copy_hops
+from ringprof.analysis.copy_waits import CopiedHop, CopyPeers, blocked_on_peers, copy_hops
 from ringprof.analysis.cross_checks import warn_of_other_counts
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
@@ -116,7 +116,7 @@ class RankExplanation(msgspec.Struct, frozen=True):
     """Collectives whose group no record names."""
     kernels: Sequence[RankKernel] = ()
     """Activities of the rank's device by name, until they are summed over ranks."""
-    copies: tuple[CopyHop, ...] = ()
+    copies: tuple[CopiedHop, ...] = ()
     """Hops of the rank that use the copy engine."""
 
 
@@ -177,49 +177,33 @@ def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tu
     return {key: samples.summary() for key, samples in traffic.items() if hosts & set(key)}
 
 
-class TileRates(msgspec.Struct, frozen=True):
-    """Results of matching one tile that the whole run needs."""
-
-    best: dict[LinkClass, Rate]
-    unmatched: dict[str, int]
-    clocks_disagree: bool
-
-
-def rates_of_tile(context: RunContext, tile: Tile, clocks: Clocks) -> TileRates:
-    """Match a tile; return the best measured rates and the counts of unmatched transfers."""
+def rates_of_tile(
+    context: RunContext, tile: Tile, clocks: Clocks
+) -> tuple[dict[LinkClass, Rate], dict[str, int], bool]:
+    """Match a tile; return the best measured rates, the counts of unmatched transfers, and whether clocks disagree."""
     matches = _match_tile(context.store, tile)
     waiting = WaitSplitter(matches, context.hosts, clocks)
-    return TileRates(waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree())
+    return waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree()
 
 
-class RankStepResult(msgspec.Struct, frozen=True):
-    """Steps of one rank, planned from its own trace; in most runs all ranks have the same plan."""
-
-    summary: StepSummary
-    plan: str | None
-    """Digest of the plan; None without a plan."""
-    exposed: ExposedBySteps
-
-
-class SplitTile(msgspec.Struct, frozen=True):
-    """Ranks of one tile, with their communication split."""
-
-    ranks: list[Rank]
-    step_results: list[RankStepResult | None]
-    """None on CPU, and where details stay in memory: those are summarised when steps are needed."""
-    inconclusive: int
-    """Number of kernels left unsplit because of uncertain clocks."""
+RankStepResult = tuple[StepSummary, str | None, ExposedBySteps]
+"""Steps of one rank, planned from its own trace, the digest of the plan (None without one), and what the steps expose;
+in most runs all ranks have the same plan."""
 
 
 def split_tile(
     context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Rate] | None
-) -> SplitTile:
-    """Split a tile's transfers, store them, and complete its ranks' figures; ``best`` as in `WaitSplitter.split`."""
+) -> tuple[list[tuple[Rank, RankStepResult | None]], int]:
+    """Split a tile's transfers, store them, and complete its ranks' figures; ``best`` as in `WaitSplitter.split`.
+
+    Return each rank with its steps, and the number of kernels left unsplit because of uncertain clocks. The steps are
+    None on CPU, and where details stay in memory: those are summarised when steps are needed.
+    """
     store = context.store
     matches = _match_tile(store, tile)
     by_rank, inconclusive = WaitSplitter(matches, context.hosts, clocks).split(best, set(tile.ranks))
     waits = waits_by_peer(matches, clocks, by_rank)
-    finished, step_results = [], []
+    finished: list[tuple[Rank, RankStepResult | None]] = []
     for rank in ranks:
         splits, unsplit = by_rank[rank.rank], context.unsplit_detail(rank.rank)
         blocks = _peer_blocks(context, tile, rank, unsplit, clocks, one_clock=best is not None)
@@ -227,12 +211,12 @@ def split_tile(
         store.put_splits(rank.rank, splits)
         store.put_blocks(rank.rank, blocks)
         store.keep_detail(rank.rank, detail)
-        finished.append(with_communication(rank, detail, waits[rank.rank]))
         is_in_memory = store.detail(rank.rank) is not None
-        step_results.append(
+        step_result = (
             None if rank.on_cpu or is_in_memory else _step_result(replace(rank, read_detail=in_memory_reader(detail)))
         )
-    return SplitTile(finished, step_results, inconclusive)
+        finished.append((with_communication(rank, detail, waits[rank.rank]), step_result))
+    return finished, inconclusive
 
 
 def _peer_blocks(
@@ -251,9 +235,7 @@ def _step_result(rank: Rank) -> RankStepResult:
     """Plan one rank's steps from its own trace."""
     rank_steps = RankSteps(rank)
     plan = plan_of_rank(rank_steps)
-    return RankStepResult(
-        summarise_steps(rank_steps), plan.digest if plan else None, exposed_steps(rank_steps, plan) if plan else {}
-    )
+    return summarise_steps(rank_steps), plan.digest if plan else None, exposed_steps(rank_steps, plan) if plan else {}
 
 
 # --- steps of ranks whose details are rebuilt -------------------------------------------------------------

@@ -131,6 +131,17 @@ class CommRecord(msgspec.Struct, frozen=True):
     comms_id: int | None = None
 
 
+# A large trace holds hundreds of thousands of these. Structs are created several times faster than data classes, and
+# the garbage collector need not visit them, since they cannot refer to themselves.
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """One send or one receive within a kernel, or of a hop."""
+
+    peer: int
+    """Global rank of the other end; -1 where it is not known."""
+    size_bytes: int | None
+    """None where the size is not known."""
+
+
 class CommRecords(msgspec.Struct, frozen=True):
     """CPU records of communication calls (``record_param_comms``), sorted by start."""
 

@@ -11,8 +11,6 @@ their gradients and the output to the input's type alone makes on the same tenso
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
@@ -22,7 +20,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,6 +37,7 @@ from ringprof.strategies.base import Strategy, checksum, positions_in_documents
 from ringprof.strategies.kernels.reference import KeyStretches, masked_scores
 from ringprof.strategies.kernels.uncompiled import uncompiled
 from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.training.appended_log import AppendedLog
 from ringprof.training.steps import StepCounter, interval_for
 from ringprof.workload.mask import Mask
 
@@ -563,23 +561,13 @@ class ProofLog:
     """Log of proofs on the first rank of a group: JSON lines, each with its hash and that of the line before."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self._path, self._previous = path, ""
+        self._file = AppendedLog(path, chained=True)
 
     def add(self, line: JsonObject) -> None:
         """Write one proof, and warn where it found something wrong."""
-        line |= {"previous": self._previous}
-        line["hash"] = self._previous = line_hash(line)
         verdict = _verdict(line)
         _log.log(logging.INFO if verdict.startswith("equal") else logging.WARNING, "step %d: %s", line["step"], verdict)
-        if self._path is not None:
-            with Path(self._path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
-
-def line_hash(line: JsonObject) -> str:
-    """Return the SHA-256 of a proof without its own hash, as sorted JSON."""
-    content = {key: value for key, value in line.items() if key != "hash"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        self._file.add(line)
 
 
 def _verdict(line: JsonObject) -> str:

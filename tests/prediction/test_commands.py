@@ -1,4 +1,4 @@
-"""The commands predict, what-if, calibrate and check; a prediction is read like a recorded run."""
+"""The commands predict and calibrate; a prediction is read like a recorded run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_a_prediction_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "predicted"
     code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))
-    assert code == 0 and out.startswith("PREDICTED: zigzag on 4 x NVIDIA H200") and "in four of five cases" in out
+    first, _, text = out.partition("\n")
+    assert code == 0 and first.startswith("Predicted from the calibration h200 for the workload of ")
+    assert "PREDICTED: zigzag on 4 x NVIDIA H200" in text and "in four of five cases" in text
     assert err == f"Wrote {folder}: ringprof report {shlex.quote(str(folder))}\n"
     predicted = read_run(folder / "run.json")
     assert predicted.predicted is not None and predicted.predicted.machine == "h200"
@@ -111,14 +113,14 @@ def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME or --like RUN"),
+        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME, --like RUN or --replay RUN"),
         (("predict", "--machine", "h200", "--strategy", "zigzag"), "the sequence length is needed"),
         (("predict", "--machine", "h201", *SMALL), "no machine 'h201' (did you mean 'h200'?); there are: h200"),
-        (("predict", "--machine", "h200", *SMALL, "--heads", "0"), "'--heads': 0 is not in the range"),
-        (("advise", "--machine", "h100", "--seq", "64k", "--heads", "0"), "'--heads': 0 is not in the range"),
+        (("predict", "--machine", "h200", *SMALL, "--heads", "0"), "'--heads': 0 is not at least 1"),
+        (("advise", "--machine", "h100", "--seq", "64k", "--heads", "0"), "'--heads': 0 is not at least 1"),
         (("predict", "--machine", "h100", *SMALL, "--nic", "nan"), "'nan' is not a finite number"),
         (("predict", "--machine", "h200", *SMALL, "--strategy", "dcp"), "strategy 'dcp' is for decode"),
-        (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
+        (("predict", "--replay", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
         (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
         (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
         (("predict", "--machine", "h200", *SMALL, "--nodes", "2"), "Sockets cannot be predicted"),
@@ -126,10 +128,10 @@ def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path
         (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
         (("predict", "--machine", "h200", "--like", str(TRACES / "cpu4-burst-4096")), "CPU processes"),
         (("predict", "--machine", ZIGZAG + "/run.json", *SMALL), "not a calibration"),
-        (("what-if", ZIGZAG, "--link", "nic=2x"), "write intra-node or inter-node"),
-        (("what-if", ZIGZAG, "--slow", "9=2"), "no such rank"),
-        (("what-if", ZIGZAG, "--slow", "1=fast"), "not a factor"),
-        (("what-if", str(TRACES / "cpu4-burst-4096"), "--kernel-speed", "2x"), "CPU processes"),
+        (("predict", "--replay", ZIGZAG, "--link", "nic=2x"), "write intra-node or inter-node"),
+        (("predict", "--replay", ZIGZAG, "--slow", "9=2"), "no such rank"),
+        (("predict", "--replay", ZIGZAG, "--slow", "1=fast"), "not a factor"),
+        (("predict", "--replay", str(TRACES / "cpu4-burst-4096"), "--kernel-speed", "2x"), "CPU processes"),
         (("calibrate", str(TRACES / "cpu4-burst-4096"), "-o", "unwritten.json"), "CPU processes"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[-2:]),
@@ -142,31 +144,33 @@ def test_impossible_prediction_is_a_one_line_error(
 
 
 def test_what_if_estimates_the_effect_of_a_change(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answer(capsys, "what-if", ZIGZAG, "--slow", "3=1.25")
+    report = answer(capsys, "predict", "--replay", ZIGZAG, "--slow", "3=1.25")
     assert abs(report["replay_error"]) < 0.02
     # The ring goes at the pace of its slowest rank; nine tenths of the time are blocks.
     assert report["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
-    assert -0.1 < answer(capsys, "what-if", ZIGZAG, "--kernel-speed", "1.1x")["change"] < -0.07
+    assert -0.1 < answer(capsys, "predict", "--replay", ZIGZAG, "--kernel-speed", "1.1x")["change"] < -0.07
 
 
 def test_predicted_copied_hops_match_the_recorded_ones(capsys: pytest.CaptureFixture[str]) -> None:
     """From the run with NCCL's hops; the recorded one with copied hops took 75.15 ms in its profiled iteration."""
-    assert answer(capsys, "what-if", ZIGZAG, "--hops", "copy")["changed_ms"] == pytest.approx(75.15, rel=0.05)
+    report = answer(capsys, "predict", "--replay", ZIGZAG, "--hops", "copy")
+    assert report["changed_ms"] == pytest.approx(75.15, rel=0.05)
 
 
 def test_what_if_with_another_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """Nearly all of the time is attention, and cuDNN takes 0.62 of flash-attn 2's time for such blocks on H200."""
     for kernel, least, most in (("flash-attn", 1.5, 1.75), ("flash-attn-3", 0.83, 0.93), ("cudnn", 1.0, 1.0)):
-        report = answer(capsys, "what-if", ZIGZAG, "--kernel", kernel)
+        report = answer(capsys, "predict", "--replay", ZIGZAG, "--kernel", kernel)
         assert least <= report["changed_ms"] / report["replayed_ms"] <= most
-    code, _, err = run(capsys, "what-if", ZIGZAG, "--kernel", "flex")
+    code, _, err = run(capsys, "predict", "--replay", ZIGZAG, "--kernel", "flex")
     assert code == 2 and "no curves of kernel 'flex': it has cudnn" in err
 
 
 def test_what_if_with_ten_times_faster_sockets(capsys: pytest.CaptureFixture[str]) -> None:
     """The wire is the bound of this run: 1,631 ms of which the blocks take 60."""
     path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
-    assert answer(capsys, "what-if", path, "--link", "other_host=10x")["changed_ms"] == pytest.approx(163, rel=0.15)
+    report = answer(capsys, "predict", "--replay", path, "--link", "other_host=10x")
+    assert report["changed_ms"] == pytest.approx(163, rel=0.15)
 
 
 def test_replay_with_changes_says_how_sure_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +180,7 @@ def test_replay_with_changes_says_how_sure_and_what_changed(tmp_path: Path, caps
         # So slow that computation does not hide the copies.
         known["same_host"]["copy_gb_s"].update(value=40.0, spread=spread)
         (tmp_path / "machine.json").write_text(json.dumps(known))
-        arguments = ("what-if", ZIGZAG, "--hops", "copy", "--machine", str(tmp_path / "machine.json"))
+        arguments = ("predict", "--replay", ZIGZAG, "--hops", "copy", "--machine", str(tmp_path / "machine.json"))
         report = answer(capsys, *arguments)
         replayed, changed, (low, high) = report["replayed_ms"], report["changed_ms"], report["range_ms"]
         assert sum(report["parts_ms"].values()) == pytest.approx(changed - replayed, abs=0.01)
@@ -192,7 +196,8 @@ def test_replay_with_changes_says_how_sure_and_what_changed(tmp_path: Path, caps
 
 def test_link_names_of_the_command_line_are_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
-    answers = [run(capsys, "what-if", path, "--link", f"{name}=2x")[1] for name in ("inter-node", "other_host")]
+    links = "inter-node", "other_host"
+    answers = [run(capsys, "predict", "--replay", path, "--link", f"{name}=2x")[1] for name in links]
     assert answers[0] == answers[1]
     assert "wire between" in answers[0].partition("change ")[2]
 
@@ -210,7 +215,7 @@ def test_all_to_all_times_follow_links_and_hosts(capsys: pytest.CaptureFixture[s
         (("--link", "same_host=0.1x"), 9 * wire_ms),
         (("--ranks-per-node", "2", "--machine", "h100"), 8 * 2 * piece / 43e6 - wire_ms),
     ):
-        report = answer(capsys, "what-if", path, *options)
+        report = answer(capsys, "predict", "--replay", path, *options)
         assert report["changed_ms"] - report["replayed_ms"] == pytest.approx(expected_ms, rel=0.05)
 
 
@@ -258,8 +263,8 @@ def test_a_machine_with_a_rate_of_0_is_refused(
     [
         (("predict", "--like", ZIGZAG, "--seq", "64k"), "--seq beside --like: leave one of them out"),
         (("predict", "--like", ZIGZAG, "--strategy", "ring"), "--strategy beside --like: leave one of them out"),
-        (("predict", "--check", "no.csv", "--kernel", "cudnn"), "--kernel beside --check: leave one of them out"),
-        (("what-if", ZIGZAG, "--link", "other_host=2x"), "--link inter-node: the run has one node"),
+        (("predict", "--against", "no.csv", "--kernel", "cudnn"), "--kernel beside --against: leave one of them out"),
+        (("predict", "--replay", ZIGZAG, "--link", "other_host=2x"), "--link inter-node: the run has one node"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -302,7 +307,7 @@ def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixt
         "short,ulysses,524288,64,128,16,2,False,fwd,fa3,61.33,\n"
         "theirs,magi,131072,64,128,16,2,False,fwd,fa3,61.33,\n"
     )
-    report = answer(capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400")
+    report = answer(capsys, "predict", "--against", str(table), "--machine", "h100", "--nic", "400")
     rows = {row["name"]: row for row in report["rows"]}
     assert rows["good"]["flags"] == [] and abs(rows["good"]["error"]) < 0.1
     flags = {name: [flag["code"] for flag in row["flags"]] for name, row in rows.items()}
@@ -310,13 +315,13 @@ def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixt
     assert flags["short"] == ["above_peak", "length"]
     assert "is what 131072 tokens take, not 524288" in rows["short"]["flags"][1]["message"]
     assert rows["theirs"]["predicted_ms"] is None and "ringprof has not" in rows["theirs"]["reason"]
-    _, out, _ = run(capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400")
+    _, out, _ = run(capsys, "predict", "--against", str(table), "--machine", "h100", "--nic", "400")
     assert "PREDICTED ms" in out and "3 of 5 rows flagged" in out
 
 
 def test_file_that_is_not_a_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    code, _, err = run(capsys, "predict", "--check", str(tmp_path / "table.csv"), "--machine", "h100")
+    code, _, err = run(capsys, "predict", "--against", str(tmp_path / "table.csv"), "--machine", "h100")
     assert code == 2 and "not a table of measurements" in err and err.count("\n") == 1
 
 

@@ -156,7 +156,7 @@ def test_flops_of_a_window_over_a_cache_count_visible_keys(tmp_path: Path) -> No
 
 @pytest.mark.processes
 def test_a_decode_run_is_not_compared_with_training_and_not_predicted(decoded: Path) -> None:
-    process = run(["what-if", "traces/run.json"], decoded)
+    process = run(["predict", "--replay", "traces/run.json"], decoded)
     assert process.returncode == 2
     assert "Traceback" not in process.stderr
 

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringprof
 from ringprof.errors import RecordError, UsageError
-from ringprof.proof.dense import References, compare_results
+from ringprof.proof.dense import compare_results
 from ringprof.proof.on_ranks import hidden_profiler_lines
 from ringprof.proof.result import Check, QueryAndKey, Seen, TensorCheck
 from ringprof.ranks.process_group import GroupRanks
@@ -158,9 +158,10 @@ def test_sampled_keys_include_document_boundaries() -> None:
 def check_of_output(error: Tensor, kernel_error: Tensor, exact: Tensor) -> TensorCheck:
     """The errors of an output on one rank in bf16; errors and exact values of each token."""
     wide = [x.double().view(1, -1, 1, 1).expand(1, -1, 2, 4) for x in (exact, exact + kernel_error, exact + error)]
-    references, positions = References({"out": wide[0]}, {"out": wide[1]}), torch.arange(len(exact))
-    results = {"out": wide[2]}
-    return compare_results(results, references, positions, torch.bfloat16, lambda name: 0, GroupRanks(None))[0]["out"]
+    truth, kernel, results = ({"out": x} for x in wide)
+    positions = torch.arange(len(exact))
+    errors, _ = compare_results(results, truth, kernel, positions, torch.bfloat16, lambda name: 0, GroupRanks(None))
+    return errors["out"]
 
 
 def test_token_error_may_be_three_times_the_kernel_error() -> None:

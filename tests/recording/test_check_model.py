@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringprof
 from ringprof.errors import RingprofError
-from ringprof.proof.model_result import ModelCheck
+from ringprof.proof.result import ModelCheck
 from ringprof.strategies import create
 from tests.recording.test_check import gathered, on_one_device
 from tests.recording.tiny_model import VOCAB, Model, dense, shifted, total_loss, visible

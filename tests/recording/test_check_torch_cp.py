@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ringprof
-from ringprof.proof.model_result import ModelCheck
+from ringprof.proof.result import ModelCheck
 from tests.recording.tiny_model import VOCAB, Model, dense, shifted, total_loss, visible
 from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
 from tests.strategies.ranks import run_ranks

@@ -13,9 +13,8 @@ import torch
 
 from ringprof import cli
 from ringprof.errors import VerificationError
-from ringprof.iteration.dynamic_cp import DynamicCpShard
-from ringprof.iteration.shard import Measurement, row_sums
-from ringprof.proof.verify_steps import _merge, verify_steps, verify_timed_steps
+from ringprof.iteration.shard import DynamicCpShard, Measurement, row_sums
+from ringprof.proof.verify_timed import _merge, verify_steps, verify_timed_steps
 from ringprof.run import TensorError, Verification, Work
 from ringprof.strategies import Dynamic
 from ringprof.workload.workload import Workload

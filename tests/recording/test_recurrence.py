@@ -177,10 +177,11 @@ def test_a_recording_is_verified_and_reported(tmp_path: Path, capsys: Any) -> No
     assert report["run"]["workload"]["operator"] == "gdn"
     assert "attention" not in " ".join(report["summary"]["verdict"])
     for command in (
-        ["report", str(output), "--steps", "--waterfall"], ["compare", str(output), str(output)],
+        ["report", str(output), "--show", "steps,waterfall"], ["compare", str(output), str(output)],
         ["report", str(output), "--html", str(tmp_path / "page.html")],
-        ["plot", "timeline", str(output), "-o", str(tmp_path / "plot.png")], ["runs", str(tmp_path)],
-        ["what-if", str(output), "--link", "intra-node=2x"], ["export", str(output), "-o", str(tmp_path / "x.json")],
+        ["plot", "timeline", str(output), "-o", str(tmp_path / "plot.png")], ["report", str(tmp_path), "--csv", "runs"],
+        ["predict", "--replay", str(output), "--link", "intra-node=2x"],
+        ["export", str(output), "-o", str(tmp_path / "x.json")],
     ):  # fmt: skip
         code = cli.run(command)
         captured = capsys.readouterr()

@@ -21,22 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringprof.strategies import UnknownName, Unsupported, create, names
 from ringprof.strategies.transport import groups, handshake
 from ringprof.strategies.transport.handshake import HandshakeRequest, assign_hosts
-from tests.strategies.cases import WorkloadShard, dense, inputs, relative_error
+from tests.strategies import cases
+from tests.strategies.cases import WorkloadShard
 from tests.strategies.ranks import run_ranks
 
 PROBLEM = WorkloadShard(seq=16, heads=4, kv_heads=2)
 
 
 def error_of(strategy: Any, problem: WorkloadShard = PROBLEM) -> float:
-    """Return the largest error of out, dq, dk and dv on this rank against the dense formula."""
-    full = inputs(problem)
-    *qkv, dout = (strategy.shard(tensor) for tensor in full)
-    for tensor in qkv:
-        tensor.requires_grad_()
-    out = strategy.attention(*qkv)
-    out.backward(dout)
-    pairs = zip((out.detach(), *(tensor.grad for tensor in qkv)), dense(problem), strict=True)
-    return max(relative_error(value, strategy.shard(truth)) for value, truth in pairs)
+    return cases.error_of(strategy, problem)
 
 
 def known_groups() -> int:

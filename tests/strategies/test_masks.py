@@ -20,9 +20,18 @@ from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, ban
 from ringprof.strategies.masks.row_routing import routing_of
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of, steps_over_mean
 from ringprof.workload.mask import NO_LIMIT, Mask
-from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
+from tests.strategies.cases import (
+    Case,
+    WorkloadShard,
+    dense,
+    examples,
+    inputs,
+    over_the_ranks,
+    shares,
+    whole_call,
+    worst,
+)
 from tests.strategies.ranks import run_ranks
-from tests.strategies.test_results import examples
 from tests.test_mask import sees
 
 TAKING = [
@@ -72,68 +81,37 @@ MASKS = [
 ]
 
 
-def dense(problem: WorkloadShard, mask: Mask) -> list[Tensor]:
-    """Compute out, dq, dk and dv by torch's autograd in float64, with the mask checked pair by pair."""
-    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
-    q, k, v, dout = (tensor.double() for tensor in inputs(problem))
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * problem.head_dim**-0.5
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
-    out.backward(dout)
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-def over_the_ranks(
-    case: Case, problem: WorkloadShard, mask: Mask, tensors: list[Tensor] | None = None
-) -> tuple[list[Tensor], int]:
-    """Compute out, dq, dk and dv of the whole sequence on all ranks; also return the FLOPs that this rank counted."""
-    strategy = create(case.name, kernel=problem.kernel, **case.params)
-    *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in tensors or inputs(problem))
-    for tensor in qkv:
-        tensor.requires_grad_()
-    options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
-    out = strategy.attention(*qkv, causal=mask.causal, **options)
-    out.backward(dout)
-    whole = [strategy.unshard(x, documents=mask.documents) for x in (out, *(tensor.grad for tensor in qkv))]
-    return whole, sum(kernel.flops for kernel in strategy.kernels())
-
-
 def errors_of(
     rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
     errors = []
     for mask, truth in truths.items():
         for case in cases:
-            whole, flops = over_the_ranks(case, problem, mask)
-            worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
-            total = torch.tensor(flops)
+            strategy = create(case.name, kernel=problem.kernel, **case.params)
+            error = worst(whole_call(strategy, problem, mask), truth)
+            total = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
             torch.distributed.all_reduce(total)
             pairs = problem.batch * problem.heads * problem.head_dim * mask.area(problem.seq)
             counted = int(total) == 14 * pairs
-            errors.append((f"{case} {mask}" + ("" if counted else " counts other FLOPs"), worst if counted else 1.0))
+            errors.append((f"{case} {mask}" + ("" if counted else " counts other FLOPs"), error if counted else 1.0))
     return errors
 
 
 @pytest.mark.parametrize(
-    ("world", "kernel"),
-    [pytest.param(1, "reference", marks=pytest.mark.processes), (2, "cpu-flash"),
-     pytest.param(4, "reference", marks=pytest.mark.processes)],
-)  # fmt: skip
-def test_masks_are_exact_in_float64_and_counted_by_area(world: int, kernel: str) -> None:
-    cases = [case for case in TAKING if world in case.worlds]
+    ("world", "kernel", "masks"),
+    [
+        (2, "cpu-flash", MASKS[7::3]),
+        *(pytest.param(world, "reference", MASKS, marks=pytest.mark.processes) for world in (1, 4)),
+        pytest.param(2, "cpu-flash", MASKS, marks=pytest.mark.processes),
+        pytest.param(8, "reference", MASKS, marks=pytest.mark.long),
+    ],
+    ids=["2, few", "1", "4", "2", "8"],
+)
+def test_masks_are_exact_in_float64_and_counted_by_area(world: int, kernel: str, masks: list[Mask]) -> None:
+    cases = [case for case in TAKING if min(world, 4) in case.worlds and (case.name, world) != ("ulysses", 8)]
     problem = WorkloadShard(seq=64, batch=2, kernel=kernel)
-    truths = {mask: dense(problem, mask) for mask in MASKS}
+    truths = {mask: dense(problem, mask) for mask in masks}
     for label, error in run_ranks(world, errors_of, cases, problem, truths)[0]:
-        assert error < 1e-12, label
-
-
-@pytest.mark.long
-def test_masks_are_exact_in_float64_on_8_ranks() -> None:
-    cases = [case for case in TAKING if case.name != "ulysses" and 4 in case.worlds]
-    truths = {mask: dense(WorkloadShard(seq=64), mask) for mask in MASKS}
-    for label, error in run_ranks(8, errors_of, cases, WorkloadShard(seq=64), truths)[0]:
         assert error < 1e-12, label
 
 
@@ -167,7 +145,7 @@ def errors_of_all(rank: int, cases: list[Case], problem: WorkloadShard, mask: Ma
     return [
         (f"{case} {mask}", max(float((value - exact).norm()) for value, exact in zip(whole, truth, strict=True)) / size)
         for case in cases
-        for whole in (over_the_ranks(case, problem, mask)[0],)
+        for whole in (over_the_ranks(case, problem, mask),)
     ]
 
 
@@ -180,13 +158,13 @@ def leaks(rank: int, kernel: str) -> list[str]:
     mine = slice(7, 37)
     leaking = []
     for case in (case for case in TAKING if 4 in case.worlds):
-        whole = inputs(problem)
-        before, _ = over_the_ranks(case, problem, mask)
+        strategy, whole = create(case.name, kernel=kernel, **case.params), inputs(problem)
+        before = whole_call(strategy, problem, mask)
         for label, change in (("NaN", lambda x: x.fill_(float("nan"))), ("other values", lambda x: x.mul_(-1.5))):
             changed = [x.clone() for x in whole]
             for x in changed:
                 change(x[:, mine])
-            after, _ = over_the_ranks(case, problem, mask, changed)
+            after = whole_call(strategy, problem, mask, tensors=changed)
             for name, old, new in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
                 outside = [torch.equal(old[:, rows], new[:, rows]) for rows in (slice(0, 7), slice(37, 64))]
                 if not all(outside) or torch.equal(old[:, mine], new[:, mine]):
@@ -203,20 +181,6 @@ def test_values_of_one_document_do_not_change_another(kernel: str) -> None:
 # --- attention sinks ------------------------------------------------------------------------------------
 
 
-def dense_with_sinks(problem: WorkloadShard, mask: Mask, sinks: Tensor) -> list[Tensor]:
-    """Compute out, dq, dk, dv, dsinks and LSE of a softmax over the keys and one more logit, by torch's autograd."""
-    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
-    q, k, v, dout = inputs(problem)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
-    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:3])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * problem.head_dim**-0.5
-    column = leaves[3].view(1, -1, 1, 1).expand(problem.batch, -1, problem.seq, 1)
-    scores = torch.cat([scores.masked_fill(~seen, float("-inf")), column], -1)
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], wide_v)
-    out.backward(dout)
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None), scores.logsumexp(-1).detach()]
-
-
 def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[Tensor]]) -> list[tuple[str, float]]:
     problem, errors = WorkloadShard(seq=64, batch=2, kernel=kernel), []
     for mask, truth in truths.items():
@@ -224,8 +188,8 @@ def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[T
             if not mask.plain and not find(name).load().takes_masks:
                 continue
             strategy, documents = create(name, kernel=kernel), mask.documents
-            *qkv, dout = (strategy.shard(x, documents=documents) for x in inputs(problem))
-            leaves = [x.requires_grad_() for x in (*qkv, sinks.clone())]
+            qkv, dout = shares(strategy, inputs(problem), mask)
+            leaves = [*qkv, sinks.clone().requires_grad_()]
             out, lse = strategy.attention(
                 *leaves[:3], documents=documents, window_size=mask.window, sinks=leaves[3], return_lse=True
             )
@@ -233,8 +197,7 @@ def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[T
             torch.distributed.all_reduce(leaves[3].grad)
             whole = [strategy.unshard(x, documents=documents) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
             whole += [leaves[3].grad, strategy.unshard(lse, 2, documents=documents)]
-            worst = max(relative_error(value.detach(), exact) for value, exact in zip(whole, truth, strict=True))
-            errors.append((f"{name}, {mask}", worst))
+            errors.append((f"{name}, {mask}", worst([x.detach() for x in whole], truth)))
     return errors
 
 
@@ -243,7 +206,7 @@ def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[T
 def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
     sinks = torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
     masks = [Mask(), Mask.of(documents=[0, 7, 40, 64], window=(9, 0))]
-    truths = {mask: dense_with_sinks(WorkloadShard(seq=64, batch=2), mask, sinks) for mask in masks}
+    truths = {mask: dense(WorkloadShard(seq=64, batch=2), mask, sinks=sinks, with_lse=True) for mask in masks}
     for label, error in run_ranks(4, sink_errors, kernel, sinks, truths)[0]:
         assert error < 1e-12, label
 
@@ -270,38 +233,6 @@ def test_mask_blocks_sharing_rows_return_the_input_dtype() -> None:
     types, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
     assert types == {torch.bfloat16} and sent[0] == sent[1]
     assert run_ranks(2, types_and_bytes, "usp")[0][0] == {torch.bfloat16}
-
-
-# --- two sizes of head ----------------------------------------------------------------------------------
-
-
-def mla_errors(rank: int) -> list[tuple[str, float]]:
-    """Return the errors with heads of 12 for q and k and of 8 for v; latent attention has 192 and 128."""
-    problem = WorkloadShard(seq=32, head_dim=12, kernel="cpu-flash")
-    q, k, v, dout = inputs(problem)
-    v, dout = v[..., :8].contiguous(), dout[..., :8].contiguous()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(2, 2) for x in leaves[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * 12**-0.5
-    weights = scores.masked_fill(torch.ones(32, 32).triu(1).bool(), float("-inf")).softmax(-1)
-    exact = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
-    exact.backward(dout)
-    errors = []
-    for name in names():
-        strategy = create(name, kernel="cpu-flash")
-        mine = [strategy.shard(x).requires_grad_() for x in (q, k, v)]
-        out = strategy.attention(*mine)
-        out.backward(strategy.shard(dout))
-        whole = [strategy.unshard(x.contiguous()) for x in (out, *(x.grad for x in mine))]
-        truth = [exact.detach(), *(x.grad for x in leaves if x.grad is not None)]
-        errors.append((name, max(relative_error(a.detach(), b) for a, b in zip(whole, truth, strict=True))))
-    return errors
-
-
-@pytest.mark.processes
-def test_heads_of_v_may_be_smaller() -> None:
-    for label, error in run_ranks(2, mla_errors)[0]:
-        assert error < 1e-12, label
 
 
 # --- refusals -------------------------------------------------------------------------------------------

@@ -24,18 +24,11 @@ _OWN_CHANNEL = "ringprof:"
 _RANKS = re.compile(r"\s*[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*\s*")
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """Activities of one rank after the communication of other groups was reclassified."""
-
-    classified: Classified
-    in_group: bool
-    """Whether the group communicates on this rank."""
-    unknown: int
-    """Communication kernels whose group no record names; reclassified with those of other groups."""
-
-
-def keep_group(classified: Classified, group: str) -> _Kept:
+def keep_group(classified: Classified, group: str) -> tuple[Classified, bool, int]:
     """Reclassify all communication outside ``group`` as ``other_groups``.
+
+    Return the activities, whether the group communicates on this rank, and the number of reclassified kernels whose
+    group no record names.
 
     ``group`` holds names or descriptions, separated by commas, with ``*`` and ``?`` as wildcards; or the ranks of one
     group (``0,1`` ``0-3``). Semicolons separate alternatives. A group that ringprof's own strategies create counts as
@@ -54,7 +47,7 @@ def keep_group(classified: Classified, group: str) -> _Kept:
         else:
             kind[activity] = CODE[OTHER_GROUPS]
             unknown_count += not calls
-    return _Kept(msgspec.structs.replace(classified, kind=kind), in_group, unknown_count)
+    return msgspec.structs.replace(classified, kind=kind), in_group, unknown_count
 
 
 def name_of_group(calls: Calls) -> str:

@@ -19,7 +19,7 @@ from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int64, Trace,
 GEMM = "gemm"
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """Shape and data type of a matrix product: ``batch`` products of (m, k) by (k, n); None where not recorded."""
 
     batch: int | None
@@ -29,13 +29,13 @@ class Shape(NamedTuple):
     dtype: str | None
 
 
-UNKNOWN_SHAPE = Shape(None, None, None, None, None)
+UNKNOWN_SHAPE = ProductShape(None, None, None, None, None)
 
 
 class Product(NamedTuple):
     """Matrix products of one shape on one rank."""
 
-    shape: Shape
+    shape: ProductShape
     calls: int
     """Number of operator calls; of kernels, where the shape is not known."""
     time_ns: int
@@ -85,18 +85,18 @@ def cpu_products(trace: Trace, window: Window) -> tuple[Product, ...]:
 
 
 def _innermost_products(records: FlopRecords) -> npt.NDArray[np.bool_]:
-    mask: npt.NDArray[np.bool_] = find_nesting(records).innermost & (records.m != NONE)
+    mask: npt.NDArray[np.bool_] = find_nesting(records)[1] & (records.m != NONE)
     return mask
 
 
 def _by_shape(records: FlopRecords, chosen: Int64, time_ns: Int64) -> tuple[Product, ...]:
     """Sum up the chosen records by shape and data type."""
     columns = (records.batch, records.m, records.n, records.k, records.dtype, records.flops)
-    sums: dict[Shape, Product] = {}
+    sums: dict[ProductShape, Product] = {}
     for batch, m, n, k, dtype, flops, time in zip(
         *(column[chosen].tolist() for column in columns), time_ns.tolist(), strict=True
     ):
-        shape = Shape(batch, m, n, k, FLOP_DTYPES[dtype] if dtype != NONE else None)
+        shape = ProductShape(batch, m, n, k, FLOP_DTYPES[dtype] if dtype != NONE else None)
         before = sums.get(shape, Product(shape, 0, 0, 0))
         sums[shape] = Product(shape, before.calls + 1, before.time_ns + time, before.flops + flops)
     return tuple(sums.values())

@@ -116,7 +116,10 @@ def fit_clocks(traffic: Mapping[tuple[int, int], TrafficSummary], host: Mapping[
     )
     pairs = []
     for a, b in sorted((a, b) for a, b in traffic if a < b):
-        outside = _distance_from_causal(traffic[a, b], traffic[b, a], fit.offsets[b] - fit.offsets[a])
+        low, high = _causal_interval(traffic[a, b], traffic[b, a])
+        offset_ns = fit.offsets[b] - fit.offsets[a]
+        # How far the offset lies outside the interval that causality allows.
+        outside = float(max(low + offset_ns, -offset_ns - high, 0.0))
         pairs.append(
             Pair(
                 hosts=(names[a], names[b]),
@@ -137,7 +140,7 @@ def fit_clocks(traffic: Mapping[tuple[int, int], TrafficSummary], host: Mapping[
 # --- evidence from the transfers between two hosts ------------------------------------------------------
 
 
-class Spread(NamedTuple):
+class DifferenceRange(NamedTuple):
     """Range and number of differences between the ends of what two hosts exchanged, in ns."""
 
     low: float
@@ -149,9 +152,9 @@ class Spread(NamedTuple):
 class TrafficSummary(msgspec.Struct, frozen=True):
     """Evidence about two hosts' clocks from traffic from the first to the second, in ns."""
 
-    message_ends: Spread | None = None
+    message_ends: DifferenceRange | None = None
     """Messages: end at the receiver minus end at the sender."""
-    collective_ends: Spread | None = None
+    collective_ends: DifferenceRange | None = None
     """Collectives: end on the second host minus end on the first."""
     outlived: int | None = None
     """Longest time by which a kernel of the second host outlived its partners on the first, where only these held
@@ -398,16 +401,10 @@ def _intersection(first: tuple[float, float], second: tuple[float, float]) -> tu
     return max(first[0], second[0]), min(first[1], second[1])
 
 
-def _distance_from_causal(a_to_b: TrafficSummary, b_to_a: TrafficSummary, offset_ns: float) -> float:
-    """Return how far the offset lies outside the interval that causality allows; 0 inside."""
-    low, high = _causal_interval(a_to_b, b_to_a)
-    return float(max(low + offset_ns, -offset_ns - high, 0.0))
-
-
-def _spread(differences: Sequence[Int64]) -> Spread:
+def _spread(differences: Sequence[Int64]) -> DifferenceRange:
     """Return range and number of all differences."""
     all_differences = np.concatenate(differences)
-    return Spread(float(all_differences.min()), float(all_differences.max()), len(all_differences))
+    return DifferenceRange(float(all_differences.min()), float(all_differences.max()), len(all_differences))
 
 
 # --- all hosts together ------------------------------------------------------------------------------

@@ -238,10 +238,12 @@ class Collector:
     @property
     def is_merged(self) -> bool:
         """Whether the rows are of several ranks: several processes have many rows of one device, or many launches."""
-        devices = {device for device, _ in self._rows_by_process if device is not None}
-        rows = self._rows_by_process.items()
-        shares = [[count for (device, _), count in rows if device == index] for index in devices]
-        if len(devices) > 1:
+        counts_of: dict[object, list[int]] = {}
+        for (device, _), count in self._rows_by_process.items():
+            if device is not None:
+                counts_of.setdefault(device, []).append(count)
+        shares = list(counts_of.values())
+        if len(counts_of) > 1:
             shares.append(list(self._launches_by_process.values()))
         return any(_MERGED_SHARE * sorted(counts)[-2] > sum(counts) for counts in shares if len(counts) > 1)
 

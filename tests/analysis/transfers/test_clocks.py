@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ringprof.analysis.transfers.clocks import (
     CollectiveTimes,
-    Spread,
+    DifferenceRange,
     Traffic,
     TrafficSamples,
     TrafficSummary,
@@ -255,9 +255,9 @@ def test_many_hosts_are_compared_with_the_first_and_neighbours():
 @pytest.mark.parametrize(
     ("ends", "read"),
     [
-        (Spread(10, 30, 3), [(-20.0, 10.0 + 50_000)]),
-        (Spread(10, 30, 2), []),
-        (Spread(0, 4_000_000, 3), []),
+        (DifferenceRange(10, 30, 3), [(-20.0, 10.0 + 50_000)]),
+        (DifferenceRange(10, 30, 2), []),
+        (DifferenceRange(0, 4_000_000, 3), []),
     ],
 )
 def test_one_way_ends_give_an_offset_if_three_agree_within_2_ms(ends, read):
@@ -267,7 +267,7 @@ def test_one_way_ends_give_an_offset_if_three_agree_within_2_ms(ends, read):
 
 @pytest.mark.parametrize(("number", "between"), [(3, (-50_000, 50_020)), (2, (-np.inf, np.inf))])
 def test_two_way_ends_give_an_offset_interval_from_three_on(number, between):
-    a_to_b, b_to_a = (TrafficSummary(message_ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
+    a_to_b, b_to_a = (TrafficSummary(message_ends=DifferenceRange(*ends, number)) for ends in ((0, 10), (-20, -5)))
     assert _message_interval(a_to_b, b_to_a) == between
 
 

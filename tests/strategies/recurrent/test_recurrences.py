@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,17 +30,6 @@ def check_cases(size: int, seeds: list[int]) -> None:
 def test_recurrences_of_one_process_equal_the_oracle() -> None:
     wrong = [(case, error) for case, error in errors_of_cases(0, 1, list(range(40))) if not error < TOLERANCE]
     assert not wrong, wrong[:3]
-
-
-def test_code_of_the_page_runs() -> None:
-    lines = (Path(__file__).parents[3] / "docs/hybrid-models.md").read_text().splitlines()
-    code = [line[4:] for line in lines if line.startswith("    ") or not line]
-    names: dict[str, Any] = {}
-    exec(
-        "\n".join(code[: code.index("tokens      | rank 0        | rank 1        | rank 2        | rank 3        |")]),
-        names,
-    )
-    assert names["out"].shape == (1, 512, 8, 32) and names["hidden"].shape == (1, 512, 64)
 
 
 @pytest.mark.processes
