@@ -385,6 +385,7 @@ def test_a_kernels_spread_stays_where_the_host_is_the_bound(capsys: pytest.Captu
 
 
 def test_the_sentences_of_advice_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "advise", "--seq", "128k", "--heads", "32", "--kv-heads", "8", "--machine", "h200")
+    workload = "--seq", "128k", "--heads", "32", "--kv-heads", "8", "--strategy", "zigzag", "--strategy", "burst"
+    code, out, _ = run(capsys, "advise", *workload, "--machine", "h200")
     assert code == 0 and "…" not in out
     assert re.search(r"would put it first, with a probability of \d+ %\n", re.sub(r"\n +", " ", out) + "\n")
