@@ -229,10 +229,11 @@ def measurements(path: str, device: str, cluster: Cluster) -> Iterator[Measured]
 
     ``device`` and ``cluster`` are the prediction's: a table may leave out the GPUs per node. Raises `InputError`.
     """
-    tuning = _read_tuning(path)
-    if tuning is not None:
-        yield from _of_tuning(tuning, path)
-        return
+    if not is_folder(path) and path.endswith(".json"):
+        tuning = decode_file(path, dict[str, Any], "a measurement")
+        if tuning.get("schema") == TUNING:
+            yield from _of_tuning(tuning, path)
+            return
     try:
         run = find_run(path)
     except RingprofError:
@@ -255,14 +256,6 @@ def measurements(path: str, device: str, cluster: Cluster) -> Iterator[Measured]
     else:
         device_name = next(iter(run.environment.devices), None)
         yield Measured(path, query_of_run(run, path), median_ns / 1e6, device=device_name)
-
-
-def _read_tuning(path: str) -> JsonObject | None:
-    """Read the file of a tuning; None for anything else."""
-    if is_folder(path) or not path.endswith(".json"):
-        return None
-    data = decode_file(path, dict[str, Any], "a measurement")
-    return data if data.get("schema") == TUNING else None
 
 
 def _of_tuning(tuning: JsonObject, path: str) -> Iterator[Measured]:

@@ -217,13 +217,13 @@ class ScheduleCache:
     def of(self, query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
         """Return the programs of ``ranks`` (all if None). Raises like `schedule_of`."""
         shape = query.cluster.size, query.cluster.gpus_per_host, cluster.size, cluster.gpus_per_host
-        question = (query.strategy, query.workload, query.kernel, query.hops, (*sorted(query.params.items()),), shape)
+        question = (query.strategy, query.workload, query.kernel, query.hops, repr(sorted(query.params.items())), shape)
         if question not in self._stand_ins:
             self._stand_ins[question] = stand_in_workload(query, cluster)
         workload, params = self._stand_ins[question]
         key = (
             query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops,
-            (*sorted(params.items()),), query.legacy_schedule,
+            repr(sorted(params.items())), query.legacy_schedule,
         )  # fmt: skip
         wanted_ranks = range(cluster.size) if ranks is None else ranks
         known, programs = self._schedules.get(key, (None, {}))
