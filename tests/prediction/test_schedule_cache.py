@@ -56,3 +56,9 @@ def test_every_program_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one_host = Cluster(1, 4)
     cache.of(replace(query, cluster=one_host), one_host, [0])
     assert created[3:] == [[0, 1, 2, 3], [0], [0]]
+
+
+def test_parameters_of_any_type_are_taken() -> None:
+    """A strategy of a user may have a list as a parameter."""
+    query = Query("tests.prediction.user_strategies:Chatty", PROBLEM, CLUSTER, "cudnn", params={"extra": [7]})
+    assert schedule_of(query, CLUSTER, [0]).params["extra"] == [7]
