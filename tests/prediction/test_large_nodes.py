@@ -96,9 +96,9 @@ def test_nodes_of_8_and_16_ranks_stand_for_larger_ones(
     workload = Workload(seq=TOKENS * 64, heads=64, kv_heads=8, head_dim=128, backward=False)
     cluster = Cluster(hosts=2, gpus_per_host=32, nic_gbit=400.0, net_channels=2)
     query = Query(strategy, workload, cluster, "cudnn", "nccl", params)
-    simulated = predict(query, read_calibration("h100"), schedule_of, draws=1)
+    simulated = predict(query, read_calibration("h100"), schedule_of, draws=3)
     monkeypatch.setattr("ringprof.prediction.predict.MAX_SIMULATED_RANKS", 16)
-    extrapolated = predict(query, read_calibration("h100"), schedule_of, draws=1)
+    extrapolated = predict(query, read_calibration("h100"), schedule_of, draws=3)
     assert (len(simulated.timelines), len(extrapolated.timelines)) == (64, 32)
     assert extrapolated.median_ns == pytest.approx(simulated.median_ns, rel=tolerance)
 
