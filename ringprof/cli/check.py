@@ -13,7 +13,7 @@ from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import mask_of, masks, on_ranks, run_on_ranks, workload_options
 from ringprof.cli.values import Tokens, refuse_missing_module
 from ringprof.cli.write import formats, text_style
-from ringprof.common.json_object import json_text
+from ringprof.common.json_object import JsonObject, json_text
 from ringprof.errors import UsageError
 from ringprof.proof.launch import run_check
 from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest, ModelCheck
@@ -74,7 +74,7 @@ def command(**options: Any) -> int:
     return _check(CheckRequest(backward=not options.pop("forward_only"), **options), form)
 
 
-def _model_options(options: dict[str, Any]) -> dict[str, Any]:
+def _model_options(options: JsonObject) -> JsonObject:
     """Return the options of a check of a model. Raises `UsageError` where an option of an attention is set."""
     kept = ("target", "device", "world", "time_limit")
     words = ": not with --model, whose function brings its own batch and mask"

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="dry runs need torch")
 
 import torch
 
-from benchmarks import recurrent_prediction
+from dev.benchmarks import recurrent_prediction
 from ringprof.cli import run as run_command
 from ringprof.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
 from ringprof.errors import UnsupportedWorkloadError, UsageError
@@ -138,7 +138,7 @@ def test_a_chain_of_two_ranks_matches_on_both() -> None:
 def test_memory_is_the_peak_of_the_allocator(
     operator: Operator, tokens: int, inputs_mib: int, measured_gib: float
 ) -> None:
-    """`benchmarks/recurrent_speed.py` on H200, gdn on an H100: what a call allocates beside its inputs."""
+    """`dev/benchmarks/recurrent_speed.py` on H200, gdn on an H100: what a call allocates beside its inputs."""
     workload = Workload(seq=2 * tokens, heads=16, kv_heads=16, head_dim=128, operator=operator)
     peak_bytes = max(program.peak_bytes for program in schedule("state-scan", workload, 2).programs)
     assert peak_bytes / 2**20 - inputs_mib == pytest.approx(1024 * measured_gib, rel=0.02)
