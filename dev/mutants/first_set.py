@@ -89,7 +89,7 @@ RULES = [
     Rule(f"{PREDICTION}/simulator.py", "self.simulator.call_at(end + self.simulator.machine.handover_ns, advance)",
          "self.simulator.call_at(end, advance)",
          "streams hand over in no time"),
-    Rule(f"{PREDICTION}/lognormal.py", "spread = math.hypot(self.device.spread, self.host.spread)",
+    Rule(f"{PREDICTION}/predict.py", "spread = math.hypot(self.device.spread, self.host.spread)",
          "spread = self.device.spread",
          "where host and device are equally slow the time is predicted too short"),
     Rule(f"{PREDICTION}/kernel_model.py", 'rows = block.q if block.phase == "forward" else block.kv', "rows = block.q",
