@@ -15,12 +15,12 @@ from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
 from ringprof.analysis.transfers.hops import EMULATED, HostOfRank
 from ringprof.analysis.transfers.wait_and_wire import LinkClass
+from ringprof.analysis.workload_checks import counted_over_needed, workload_fits, workload_problems
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Notice
 from ringprof.trace.one_run import RUN_WARNINGS, TraceFacts, rank_sort_key, split_recordings
-from ringprof.workload_checks import counted_over_needed, workload_fits, workload_problems
 
 MOST_OF_OTHER = 5
 """Largest number of kernels of kind ``other`` that a report lists."""
@@ -215,7 +215,7 @@ def read_run_info(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: 
                 Notice("left_out", f"the trace {reason}: the rank is left out", rank) for rank in sorted(excluded)
             ]
     if run is not None:
-        warnings += [Notice(problem.code, problem.message) for problem in workload_problems(run)]
+        warnings += workload_problems(run)
     trace_by_rank = {rank: facts[index] for rank, index in trace_index.items()}
     hosts = hosts_of(trace_by_rank, run, ranks_per_host)
     stated_sizes = [trace.world_size for trace in facts if trace.world_size]
