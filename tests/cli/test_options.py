@@ -84,7 +84,7 @@ OTHERS = {
       " --standalone --gpus-per-task").split(),
     *"--type --trace --hip-trace --query-gpu --collector --attention-dropout --context-parallel-size".split(),
     *"--cp-comm-type --hierarchical-context-parallel-sizes --compile --module --parallelism --training".split(),
-    *"--hosts --gpus-per-host --ranks-per-host --check".split(),
+    *"--hosts --gpus-per-host --ranks-per-host --check --measure".split(),
 }  # fmt: skip
 """Options that the package names although no command has them: of other programs, and the former ones."""
 
