@@ -93,6 +93,7 @@ def test_balance_saves_the_longest_computation_less_the_mean():
 )
 def test_remedy_stands_in_the_waterfall_where_a_faster_kernel_saves_more(run, remedy):
     results = analysis(TRACES / run).findings
+    assert results.next_step is not None
     assert results.next_step.part == "slower_kernel" or remedy in results.next_step.text
     assert any(part.remedy.startswith(remedy) for part in results.waterfall.parts if part.part not in ATTENTION_PARTS)
 
