@@ -164,12 +164,9 @@ def compute_part_sentence(attribution: Attribution, part: str, share: float, par
     ``share``: share of the mean wall time. ``part_name``: name of the part in the sentence.
     """
     rates, attention_share = step_rates_of(attribution), _share_of_wall(attribution, "attention")
-    attention, of_the_time = "", " of the time"
+    attention, of_the_time, first = "", " of the time", "{busy(attention)/time:%} of the time is attention{}, "
     if attention_share >= share:
-        attention = Claim(
-            "{busy(attention)/time:%} of the time is attention{}, ", attention_share, _rate_clause(rates, "attention")
-        )
-        of_the_time = ""
+        attention, of_the_time = Claim(first, attention_share, _rate_clause(rates, "attention")), ""
     tail = _rate_clause(rates, part), _mfu_clause(rates)
     return Claim(f"{{}}{{{part}/time:%}}{of_the_time} is {{}}{{}}{{}}", attention, share, part_name, *tail)
 
