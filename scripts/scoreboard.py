@@ -1,6 +1,6 @@
 """Write the tables of errors in docs/prediction.md and docs/prediction-accuracy.md from the table of every scored row.
 
-    python benchmarks/prediction.py --csv benchmarks/data/prediction_scores.csv
+    python dev/benchmarks/prediction.py --csv dev/benchmarks/data/prediction_scores.csv
     python -m scripts.scoreboard
 
 In the scoreboard, families that fail come first. Rows of machines that nobody here has are published ones; ``replays``
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.prediction import BEATS_KERNEL, FITTED, NOT_COMPARABLE, PARTS, Score, left_out, read_csv
+from dev.benchmarks.prediction import BEATS_KERNEL, FITTED, NOT_COMPARABLE, PARTS, Score, left_out, read_csv
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "benchmarks" / "data" / "prediction_scores.csv"
+TABLE = ROOT / "dev" / "benchmarks" / "data" / "prediction_scores.csv"
 _END = "<!-- end -->\n"
 PUBLISHED = ("h100", "b200", "a800")
 """Parts of published rows."""
@@ -36,7 +36,7 @@ QUESTIONS = {
     "a whole training step": ("steps",),
     "a recorded run replayed, as `predict --replay` does before it changes anything": ("replays",),
 }  # fmt: skip
-"""Parts of `benchmarks.prediction.PARTS` by what a user asks for."""
+"""Parts of `dev.benchmarks.prediction.PARTS` by what a user asks for."""
 
 
 def by_question() -> str:
@@ -51,7 +51,7 @@ def by_question() -> str:
 
 
 def by_part() -> str:
-    """Return the errors of each part of `benchmarks.prediction`, then what its machine was fitted to, as Markdown."""
+    """Return the errors of each part of dev/benchmarks/prediction.py, and what its machine was fitted to."""
     lines = [f"| part | what it scores | {_HEAD}", f"| --- {_LINE}"]
     parts_by_source: dict[str, list[str]] = {}
     for part, scores in read_csv(TABLE).items():

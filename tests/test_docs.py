@@ -273,6 +273,15 @@ def test_every_file_that_the_docs_link_to_exists() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_files_named_in_contributing_exist() -> None:
+    named = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert len(named) > 20
+    for name in named:
+        # NAME is a placeholder; dist/ is created by a build.
+        path = ROOT / name if "NAME" not in name else (ROOT / name).parent
+        assert path.exists() or name == "dist/", name
+
+
 def slug(heading: str) -> str:
     """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

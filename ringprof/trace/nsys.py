@@ -51,10 +51,10 @@ from ringprof.trace.kineto.byte_source import ByteSource, is_compressed
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_text, take_analysis
 from ringprof.trace.nccl_payloads import (
     LONGEST_PAYLOAD,
-    CommunicatorRanks,
     Layouts,
     NcclCall,
     add_entries,
+    communicator_members,
     decode,
     nccl_call,
     record_of_call,
@@ -265,11 +265,12 @@ def _traces(export: _Export) -> list[Trace]:
     base, host, devices = _base_ns(export), _host(export), _devices(export)
     rank = rank_in_name(export.path) if len(activities) == 1 else None
     nccl_rows, nccl_calls = _nccl_calls(export)
-    communicators = CommunicatorRanks()
-    for process, own_rows in _by_process(nccl_rows).items():
-        for index in distinct(own_rows["call"]).tolist():
-            communicators.add(nccl_calls[index], process)
-    members = communicators.members()
+    nccl_rows_of = _by_process(nccl_rows)
+    members = communicator_members(
+        (nccl_calls[index], process)
+        for process, own_rows in nccl_rows_of.items()
+        for index in distinct(own_rows["call"]).tolist()
+    )
     order = _rank_order(activities, members)
     rank_of = {process: index if rank is None else rank for index, process in enumerate(order)}
     ranks = {
@@ -277,7 +278,6 @@ def _traces(export: _Export) -> list[Trace]:
         for communicator, processes in members.items()
         if all(process in rank_of for process in processes)
     }
-    nccl_rows_of = _by_process(nccl_rows)
     records = {
         process: _records(export, nccl_rows_of[process], nccl_calls, ranks) if process in nccl_rows_of else ({}, [])
         for process in order

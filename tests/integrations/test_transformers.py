@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringprof.integrations.batches import shard_batch
 from ringprof.integrations.transformers import register
-from ringprof.strategies import Unsupported, create
-from tests.strategies.ranks import run_ranks
+from ringprof.strategies import create
+from tests.strategies.ranks import refusal, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -157,15 +157,9 @@ def _refusals(rank: int) -> list[str]:
         lambda: shard_batch({**batch, "pixels": torch.ones(2, 7)}, strategy),
         lambda: shard_batch({"labels": batch["labels"]}, strategy),
     ]
-    messages = []
-    for call in refused:
-        with pytest.raises(Unsupported) as error:
-            call()
-        messages.append(str(error.value))
+    messages = [refusal(call) for call in refused]
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(Unsupported) as error:
-        model(**shard_batch(batch, strategy))
-    return [*messages, str(error.value)]
+    return [*messages, refusal(model, **shard_batch(batch, strategy))]
 
 
 def test_what_would_be_wrong_is_refused_by_name() -> None:

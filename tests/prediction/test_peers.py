@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="a dry run needs it")
 
-from benchmarks import prediction
+from dev.benchmarks import prediction
 from ringprof import cli
 from ringprof.dryrun.schedule import AttentionOp, CommStart
 from ringprof.errors import UnsupportedWorkloadError

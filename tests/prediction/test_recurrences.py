@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="dry runs need torch")
 
 import torch
 
-from benchmarks import recurrent_prediction
+from dev.benchmarks import recurrent_prediction
 from ringprof.cli import run as run_command
 from ringprof.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
 from ringprof.errors import UnsupportedWorkloadError, UsageError
@@ -34,10 +34,10 @@ from ringprof.prediction.calibration import (
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.measure_recurrences import (
-    RecurrenceCase,
     curves_from,
     measure_recurrences,
     measured_curve,
+    recurrence_case,
     recurrence_cases,
 )
 from ringprof.prediction.microbenchmark import Bench
@@ -138,7 +138,7 @@ def test_a_chain_of_two_ranks_matches_on_both() -> None:
 def test_memory_is_the_peak_of_the_allocator(
     operator: Operator, tokens: int, inputs_mib: int, measured_gib: float
 ) -> None:
-    """`benchmarks/recurrent_speed.py` on H200, gdn on an H100: what a call allocates beside its inputs."""
+    """`dev/benchmarks/recurrent_speed.py` on H200, gdn on an H100: what a call allocates beside its inputs."""
     workload = Workload(seq=2 * tokens, heads=16, kv_heads=16, head_dim=128, operator=operator)
     peak_bytes = max(program.peak_bytes for program in schedule("state-scan", workload, 2).programs)
     assert peak_bytes / 2**20 - inputs_mib == pytest.approx(1024 * measured_gib, rel=0.02)
@@ -152,7 +152,7 @@ def made_up(operators: tuple[Operator, ...] = ("gdn",)) -> Calibration:
     kernels = {"gdn": "gated_delta_rule", "simple-gla": "simple_gla", "gla": "gla"}
     samples = [
         measured_curve(
-            "fla", case, phase, part,
+            "fla", msgspec.structs.replace(case, phase=phase, part=part),
             RecurrencePoint(case.tokens, ns * case.tokens * case.heads, 0.01, HOST_US), "made up",
         )
         for case in recurrence_cases([kernels[name] for name in operators])
@@ -343,7 +343,7 @@ def test_errors_of_timed_shapes_are_those_that_the_page_states() -> None:
 
 
 def test_every_part_is_measured_on_a_device() -> None:
-    cases = [RecurrenceCase("gated_delta_rule", 64, 1, *ends) for ends in ((False, False), (True, True))]
+    cases = [recurrence_case("gated_delta_rule", 64, 1, *ends) for ends in ((False, False), (True, True))]
     curves = measure_recurrences(Bench(torch.device("cpu")), math.inf, "reference", cases)
     parts = {(curve.phase, curve.part, curve.receives) for curve in curves}
     assert len(curves) == len(parts) == 8

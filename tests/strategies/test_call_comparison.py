@@ -23,7 +23,7 @@ from ringprof.strategies.transport.call_comparison import compare_call, differen
 from ringprof.workload.mask import Mask
 from tests.paths import ROOT
 from tests.strategies.cases import attend
-from tests.strategies.ranks import run_ranks
+from tests.strategies.ranks import refusal, run_ranks
 
 SEQ = 32
 MEANS = ["memory", "store"]
@@ -101,9 +101,7 @@ def other_windows(rank: int) -> str:
     q = strategy.shard(torch.randn(1, 30, 4, 8), documents=[0, 5, 30])
     for window in ((3, 0), (4, 0)):
         strategy.attention(q, q, q, documents=[0, 5, 30], window_size=window)
-    with pytest.raises(Unsupported) as refusal:
-        strategy.attention(q, q, q, documents=[0, 5, 30], window_size=(3 + rank // 2, 0))
-    return str(refusal.value)
+    return refusal(strategy.attention, q, q, q, documents=[0, 5, 30], window_size=(3 + rank // 2, 0))
 
 
 @pytest.mark.processes
@@ -233,21 +231,15 @@ def passing_ranks(rank: int, means: str, changes: dict[int, int]) -> list[str]:
     with by(means), patch.object(call_comparison, "INTERVAL_S", 0.02):
         for number, (documents, may_pass) in enumerate(PASSING):
             documents = (0, 4, 32) if changes.get(rank) == number else documents
-            try:
-                compare(documents, may_pass=may_pass, window_size=(3, 0))
-                raised.append("")
-            except Unsupported as error:
-                raised.append(str(error))
+            raised.append(refusal(compare, documents, may_pass=may_pass, window_size=(3, 0)))
         return [*raised, later_refusal()]
 
 
 def later_refusal() -> str:
     """Return what a rank is told some time after it has passed a call; empty where nothing is refused."""
     for _ in range(500):
-        try:
-            call_comparison.raise_if_refused(WORLD())
-        except Unsupported as error:
-            return str(error)
+        if text := refusal(call_comparison.raise_if_refused, WORLD()):
+            return text
         time.sleep(0.01)
     return ""
 
@@ -279,19 +271,13 @@ def test_ranks_that_change_documents_at_different_calls_do_not_wait_for_each_oth
 
 def passed_options(rank: int, means: str) -> tuple[list[str], str]:
     """Pass calls that all ranks know, with another window on one rank; then come with new documents."""
-    raised = []
     windows = [(3, 0), (4, 0), (3, 0), (3 + rank // 2, 0), (3, 0), (4, 0)]
     with by(means), patch.object(call_comparison, "INTERVAL_S", 0.02):
         for window in windows:
             compare((0, 8, 32), may_pass=True, window_size=window)
-        refusal = later_refusal() if means == "memory" else ""
-        for number in range(2):
-            try:
-                compare((0, number, 32), may_pass=True, window_size=(3, 0))
-                raised.append("")
-            except Unsupported as error:
-                raised.append(str(error))
-    return raised, refusal
+        later = later_refusal() if means == "memory" else ""
+        raised = [refusal(compare, (0, number, 32), may_pass=True, window_size=(3, 0)) for number in range(2)]
+    return raised, later
 
 
 @pytest.mark.processes

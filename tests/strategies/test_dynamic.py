@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ringprof.strategies import Dynamic, Unsupported, names
+from ringprof.strategies import Dynamic, names
 from tests.strategies.cases import WorkloadShard, error_of
-from tests.strategies.ranks import run_ranks
+from tests.strategies.ranks import refusal, run_ranks
 
 
 def changing(rank: int, name: str) -> float:
@@ -72,17 +72,8 @@ def test_cycling_sizes_creates_no_groups_and_leaks_no_tensors() -> None:
 
 def refused(rank: int) -> list[str]:
     parts = Dynamic("ring")
-    said = []
-    for ask in (
-        lambda: parts.of(3),
-        lambda: parts.of(0),
-        lambda: parts.over([1 - rank]),
-        lambda: parts.over([0, 0, 1]),
-    ):
-        with pytest.raises(Unsupported) as error:
-            ask()
-        said.append(str(error.value))
-    return said
+    of = [refusal(parts.of, size) for size in (3, 0)]
+    return of + [refusal(parts.over, ranks) for ranks in ([1 - rank], [0, 0, 1])]
 
 
 @pytest.mark.processes

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ringprof.strategies
 from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
+from ringprof.strategies.algorithms.allgather import AllGather
 from ringprof.strategies.algorithms.usp import USP, default_ulysses_degree
 from ringprof.strategies.base import Shape
 from ringprof.strategies.masks.cache_layout import CacheLayout
@@ -26,7 +27,7 @@ from ringprof.strategies.transport.ring_channel import HopRing, Meter
 from ringprof.strategies.transport.torch_transport import TorchTransport, _splits
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
-from tests.strategies.ranks import run_ranks
+from tests.strategies.ranks import refusal, run_ranks
 
 # Neighbours on a busy machine are no fault of the code.
 layout_names = st.sampled_from(["contiguous", "zigzag", "stripe"])
@@ -186,6 +187,13 @@ REFUSED: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda x: attend(x[:, :, :3], "ulysses"), "3 heads"),
     (lambda x: attend(x, "zigzag", dropout_p=0.1), "dropout_p is not supported"),
     (lambda x: attend(x, "torch-cp", window_size=(3, 0)), "takes no packed documents and no sliding window"),
+    (lambda x: attend(x, "zigzag", documents=[0, 4, 8]), "the documents end at 8, and the sequence has 32"),
+    (lambda x: attend(x, "zigzag", documents=[4, 32]), "documents are cumulative lengths: 0"),
+    (lambda x: attend(x, "zigzag", window_size=(-3, 0)), "a query attends to, -1 for all: not (-3, 0)"),
+    (
+        lambda x: attend(x, "usp", {"documents_layout": "per_document", "layout": "stripe"}, documents=[0, 4, 32]),
+        "the stripe layout is not made for each document by itself",
+    ),
     (lambda x: attend(x, "zigzag", alibi_slopes=torch.ones(4)), "alibi_slopes is not supported"),
     (lambda x: attend(x, "torch-cp", documents=[0, 8, 32]), f"those that do are {', '.join(names())}"),
     (lambda x: attend(x, "ring", k=x.double(), v=x.double()), "share type and device"),
@@ -208,12 +216,7 @@ REFUSED: list[tuple[Callable[[Tensor], Any], str]] = [
 
 def refusals(rank: int) -> list[str]:
     """Return the error message of each call."""
-    messages = []
-    for call, _ in REFUSED:
-        with pytest.raises((Unsupported, UnknownName)) as refusal:
-            call(torch.zeros(1, 8, 4, 8))
-        messages.append(str(refusal.value))
-    return messages
+    return [refusal(call, torch.zeros(1, 8, 4, 8)) for call, _ in REFUSED]
 
 
 @pytest.mark.processes
@@ -404,6 +407,15 @@ def test_default_degrees_and_windows_follow_the_hosts():
         assert (heads["ring_window"], context["ring_window"]) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("layout", "causal", "busiest"),
+    [("contiguous", True, 7 / 4), ("contiguous", False, 1.0), ("zigzag", True, 1.0), ("zigzag", False, 1.0)],
+)
+def test_all_gather_imbalance_by_hand(layout: str, causal: bool, busiest: float) -> None:
+    """Each rank has a quarter of the queries: the last rank sees 3 1/2 quarters of the keys, the mean is 2 quarters."""
+    assert AllGather.imbalance(4, causal=causal, layout=layout) == busiest
+
+
 def test_a_hop_can_be_waited_for_once():
     ring = create("ring").kv_ring
     assert isinstance(ring, HopRing)
@@ -447,11 +459,10 @@ def sharded_by_another(rank: int) -> str:
     documents, x = (0, 5, 45, 64), torch.ones(1, 64, 2, 16)
     create("zigzag", documents_layout="packed").shard(x, documents=documents)
     strategy, local = create("zigzag"), x[:, :32]
-    with pytest.raises(Unsupported) as error:
-        strategy.attention(local, local, local, documents=documents)
+    text = refusal(strategy.attention, local, local, local, documents=documents)
     strategy.shard(x, documents=documents)
     strategy.attention(local, local, local, documents=documents)
-    return str(error.value)
+    return text
 
 
 @pytest.mark.processes

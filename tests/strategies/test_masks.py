@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringprof.strategies import Unsupported, create, find, names
+from ringprof.strategies import Unsupported, create, find
 from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.masks.document_layouts import dealt_layout, layout_for_documents
@@ -21,13 +21,13 @@ from ringprof.strategies.masks.row_routing import routing_of
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of, steps_over_mean
 from ringprof.workload.mask import NO_LIMIT, Mask
 from tests.strategies.cases import (
+    CASES,
     Case,
     WorkloadShard,
     dense,
     examples,
     inputs,
     over_the_ranks,
-    shares,
     whole_call,
     worst,
 )
@@ -122,21 +122,34 @@ def drawn(draw) -> tuple[WorkloadShard, Mask]:
     causal = draw(st.booleans())
     documents = [0, *sorted(bounds), seq] if draw(st.booleans()) else None
     window = draw(st.tuples(st.sampled_from([-1, 1, 2, 5, 13, 40]), st.sampled_from([-1, 0, 1, 7, 60])))
+    kv_heads = draw(st.sampled_from([2, 4]))
+    heads = kv_heads * draw(st.integers(1, 3))
     problem = WorkloadShard(
-        seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999))
+        seq, draw(st.integers(1, 3)), heads, kv_heads, draw(st.integers(1, 9)), seed=draw(st.integers(0, 999))
     )
     prefix = draw(st.sampled_from([0, 1, 6, 50])) if Mask.of(documents, window, causal=causal).windowed else 0
     return problem, Mask.of(documents, window, causal=causal, prefix=prefix)
 
 
+def check_drawn(world: int, problem: WorkloadShard, mask: Mask) -> None:
+    cases = [case for case in [*TAKING, *CASES] if world in case.worlds and problem.heads % world == 0]
+    # Where a query attends only to itself, dq and dk are 0 except for rounding.
+    for label, error in run_ranks(world, errors_of_all, cases, problem, mask)[0]:
+        assert error < 1e-12, label
+
+
 @pytest.mark.processes
 @examples(5)
 @given(drawn())
-def test_random_masks_on_2_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
-    cases = [case for case in TAKING if 2 in case.worlds]
-    # Where a query attends only to itself, dq and dk are 0 except for rounding.
-    for label, error in run_ranks(2, errors_of_all, cases, *problem)[0]:
-        assert error < 1e-12, label
+def test_random_shapes_and_masks_on_2_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
+    check_drawn(2, *problem)
+
+
+@pytest.mark.long
+@examples(60)
+@given(drawn().filter(lambda drawn_one: drawn_one[0].seq % 8 == 0))
+def test_random_shapes_and_masks_on_4_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
+    check_drawn(4, *problem)
 
 
 def errors_of_all(rank: int, cases: list[Case], problem: WorkloadShard, mask: Mask) -> list[tuple[str, float]]:
@@ -178,39 +191,6 @@ def test_values_of_one_document_do_not_change_another(kernel: str) -> None:
     assert run_ranks(4, leaks, kernel) == [[]] * 4
 
 
-# --- attention sinks ------------------------------------------------------------------------------------
-
-
-def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[Tensor]]) -> list[tuple[str, float]]:
-    problem, errors = WorkloadShard(seq=64, batch=2, kernel=kernel), []
-    for mask, truth in truths.items():
-        for name in names():
-            if not mask.plain and not find(name).load().takes_masks:
-                continue
-            strategy, documents = create(name, kernel=kernel), mask.documents
-            qkv, dout = shares(strategy, inputs(problem), mask)
-            leaves = [*qkv, sinks.clone().requires_grad_()]
-            out, lse = strategy.attention(
-                *leaves[:3], documents=documents, window_size=mask.window, sinks=leaves[3], return_lse=True
-            )
-            out.backward(dout)
-            torch.distributed.all_reduce(leaves[3].grad)
-            whole = [strategy.unshard(x, documents=documents) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
-            whole += [leaves[3].grad, strategy.unshard(lse, 2, documents=documents)]
-            errors.append((f"{name}, {mask}", worst([x.detach() for x in whole], truth)))
-    return errors
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
-def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
-    sinks = torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
-    masks = [Mask(), Mask.of(documents=[0, 7, 40, 64], window=(9, 0))]
-    truths = {mask: dense(WorkloadShard(seq=64, batch=2), mask, sinks=sinks, with_lse=True) for mask in masks}
-    for label, error in run_ranks(4, sink_errors, kernel, sinks, truths)[0]:
-        assert error < 1e-12, label
-
-
 # --- types ----------------------------------------------------------------------------------------------
 
 
@@ -236,34 +216,6 @@ def test_mask_blocks_sharing_rows_return_the_input_dtype() -> None:
 
 
 # --- refusals -------------------------------------------------------------------------------------------
-
-
-def refusals(rank: int) -> list[str]:
-    x = torch.zeros(1, 8, 4, 8)
-    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("zigzag", {}, {"documents": [0, 4, 8]}),
-        ("zigzag", {}, {"documents": [4, 16]}),
-        ("zigzag", {}, {"window_size": (-3, 0)}),
-        ("usp", {"documents_layout": "per_document", "layout": "stripe"}, {"documents": [0, 4, 16]}),
-    ]
-    said = []
-    for name, params, options in calls:
-        with pytest.raises(Unsupported) as refusal:
-            create(name, kernel="reference", **params).attention(x, x, x, **options)
-        said.append(str(refusal.value))
-    return said
-
-
-@pytest.mark.processes
-def test_unsupported_mask_error_names_supporting_strategies() -> None:
-    for said in run_ranks(2, refusals):
-        assert "the documents end at 8, and the sequence has 16" in said[0]
-        assert "documents are cumulative lengths: 0" in said[1]
-        assert "a query attends to, -1 for all: not (-3, 0)" in said[2]
-        assert "the stripe layout is not made for each document by itself" in said[3]
-    assert f"those that do are {', '.join(names())}" in str(
-        find("torch-cp").load().why_mask_unsupported(Mask.of(window=(4, 0)), 16, 2)
-    )
 
 
 def test_stripe_layout_per_document_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Softcap in every strategy, against torch's own autograd over the plain formula in float64."""
+"""Softcap and sinks in every strategy, against torch's own autograd over the plain formula in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCUMENTS = Mask.of(documents=[0, 7, 40, 64], window=(9, 0))
 
 
 def errors(
-    rank: int, kernel: str, problem: WorkloadShard, softcap: float, truths: dict[Mask, list[Tensor]]
+    rank: int, kernel: str, problem: WorkloadShard, softcap: float, sinks: Tensor, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
     errors_ = []
     for mask, truth in truths.items():
@@ -33,23 +33,28 @@ def errors(
             if not mask.plain and not find(name).load().takes_masks:
                 continue
             strategy, held = create(name, kernel=kernel), {"documents": mask.documents}
-            leaves, dout = shares(strategy, inputs(problem), mask)
-            how = held | {"window_size": mask.window, "softcap": softcap}
-            out, lse = strategy.attention(*leaves, causal=mask.causal, return_lse=True, **how)
+            qkv, dout = shares(strategy, inputs(problem), mask)
+            leaves = [*qkv, sinks.clone().requires_grad_()]
+            how = held | {"window_size": mask.window, "softcap": softcap, "sinks": leaves[3]}
+            out, lse = strategy.attention(*qkv, causal=mask.causal, return_lse=True, **how)
             out.backward(dout)
-            whole = [strategy.unshard(x.detach(), **held) for x in (out, *(leaf.grad for leaf in leaves))]
-            whole.append(strategy.unshard(lse.detach(), 2, **held))
+            torch.distributed.all_reduce(leaves[3].grad)
+            whole = [strategy.unshard(x.detach(), **held) for x in (out, *(leaf.grad for leaf in qkv))]
+            whole += [leaves[3].grad, strategy.unshard(lse.detach(), 2, **held)]
             errors_.append((f"{name}, {mask}", worst(whole, truth)))
     return errors_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("world", "kernel"), [(4, "reference"), (2, "flex")])
-def test_softcap_is_exact_in_every_strategy(world: int, kernel: str) -> None:
-    problem = WorkloadShard(seq=64, batch=2)
-    # As large as some scores: a linear stretch would not show it.
-    truths = {mask: dense(problem, mask, softcap=1.5, with_lse=True) for mask in (Mask(), DOCUMENTS)}
-    for label, error in run_ranks(world, errors, kernel, problem, 1.5, truths)[0]:
+@pytest.mark.parametrize(
+    ("world", "kernel", "softcap"),
+    [(4, "reference", 1.5), (2, "flex", 1.5), (4, "reference", 0.0), (4, "cpu-flash", 0.0)],
+)
+def test_softcap_and_sinks_are_exact_in_every_strategy(world: int, kernel: str, softcap: float) -> None:
+    """The softcap is as large as some scores: a linear stretch would not show it."""
+    problem, sinks = WorkloadShard(seq=64, batch=2), torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
+    truths = {mask: dense(problem, mask, softcap=softcap, sinks=sinks, with_lse=True) for mask in (Mask(), DOCUMENTS)}
+    for label, error in run_ranks(world, errors, kernel, problem, softcap, sinks, truths)[0]:
         assert error < 1e-12, label
 
 
