@@ -33,10 +33,9 @@ from ringprof.prediction.fit import observed_run
 from ringprof.prediction.measured import read_rows, unknown_columns
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
-from ringprof.prediction.prediction_page import document
 from ringprof.prediction.query import Query, find_run
 from ringprof.prediction.score import check_rows, check_text
-from ringprof.prediction.text import PART_LABELS, prediction_text, step_text
+from ringprof.prediction.text import PART_LABELS, document, prediction_text, step_text
 from ringprof.prediction.what_if import Changes, WhatIf, what_if
 from ringprof.prediction.whole_steps import predict_step, step_dict
 from ringprof.report.page.html import render as page
