@@ -134,7 +134,6 @@ EXCEPTIONS = {
     "trace/kineto/event_tables.py": "parts of one event: what is damaged is counted, and the rest is read",
     "trace/kineto/fields.py": "metadata: what is damaged is salvaged field by field",
     "trace/kineto/recover.py": "the recovery of damaged events",
-    "trace/kineto/shapes.py": "shapes of an operator: one that is damaged has no FLOPs",
     "trace/kineto/tracks.py": "names of tracks: one that is damaged has no name",
 }
 """Modules that may call a decoder themselves, with the reason."""

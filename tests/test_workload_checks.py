@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from ringprof.analysis.workload_checks import counted_over_needed, workload_fits, workload_problems
 from ringprof.run import Run, Work, read_run, write_run
 from ringprof.workload.workload import Workload
-from ringprof.workload_checks import counted_over_needed, workload_fits, workload_problems
 from tests.analysis.recorded import MS, recorded_run
 
 SEQ, HEADS, HEAD_DIM = 1024, 8, 64

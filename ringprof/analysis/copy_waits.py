@@ -22,13 +22,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from ringprof.analysis import intervals
 from ringprof.analysis.kinds.kinds import CODE
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.idle import idle_stretches
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.run import Run
-from ringprof.trace.columns import NONE, Int64, among
+from ringprof.trace.columns import NONE, Int64, among, enclosing_rows
 
 _SEND = re.compile(r"ringprof::send/(?P<channel>[^/]+)(/to=(?P<to>[0-9]{1,7}))?")
 SOON_NS = 20_000
@@ -72,7 +71,7 @@ def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopiedHop, ..
         return ()
     copies = copies[np.argsort(launch[copies], kind="stable")]
     ranges, calls = trace.annotations, launch[copies]
-    range_of_copy = intervals.enclosing_rows(
+    range_of_copy = enclosing_rows(
         (ranges.start_ns[send_ranges], ranges.end_ns[send_ranges], ranges.thread[send_ranges]),
         trace.launches.start_ns[calls],
         trace.launches.thread[calls],

@@ -41,24 +41,14 @@ from ringprof.errors import TraceFormatError, UsageError
 from ringprof.trace.columns import MEMCPY, NONE, Notice, Trace
 
 
-class Explained(msgspec.Struct, frozen=True):
-    """Analysis of one trace without the other ranks' traces."""
-
-    rank: Rank
-    """Metrics of the rank, without those of communication."""
-    detail: Detail
-    transfers: list[Transfer]
-    warnings: tuple[Notice, ...]
-    in_group: bool
-    """Whether the chosen process group communicates on this rank; true where no group was chosen."""
-    kernels: Sequence[RankKernel] = ()
-    """Device activities by name; empty on CPU."""
-
-
 def explain(
     rank: int, host: str | None, trace: Trace, focus: Focus, between_ns: tuple[int, int] | None = None
-) -> Explained:
-    """Analyse one trace as that of ``rank``; ``between_ns`` are the chosen start and end as Unix times.
+) -> tuple[Rank, Detail, list[Transfer], tuple[Notice, ...], bool, Sequence[RankKernel]]:
+    """Analyse one trace, without the others, as that of ``rank``.
+
+    ``between_ns`` are the chosen start and end as Unix times. Return the rank's metrics without those of communication,
+    its detail, transfers and warnings, whether the chosen process group communicates on this rank (true where none was
+    chosen), and the device activities by name (empty on CPU).
 
     Raises `TraceFormatError` where the trace holds nothing to analyse, `UsageError` where it lacks a chosen range.
     """
@@ -74,7 +64,8 @@ def explain(
             warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, unknown))
     window = msgspec.structs.replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
-        return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), in_group)
+        metrics, detail = _explain_cpu(rank, host, classified, window, warnings)
+        return metrics, detail, [], tuple(warnings), in_group, ()
     if not len(trace.activities.start_ns):
         raise TraceFormatError(f"{trace.path}: the trace holds no GPU activity and no CPU operator: nothing to report")
     if window.source == "trace" and window.marked:
@@ -135,7 +126,7 @@ def explain(
         products=device_products(classified, rows),
     )
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
-    return Explained(metrics, detail, transfers, tuple(warnings), in_group, kernels)
+    return metrics, detail, transfers, tuple(warnings), in_group, kernels
 
 
 def _launched_before(rows: TimedActivities, rank: int) -> Notice:

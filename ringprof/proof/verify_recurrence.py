@@ -68,10 +68,9 @@ def verify_recurrence(strategy: Any, workload: Workload, device: torch.device) -
     tokens = min(max(1, MOST_TOKENS // world), TOKENS_PER_RANK[device.type], workload.seq // world)
     workload = workload.at(world * max(tokens, (workload.conv_width or 1) - 1))
     check = _ShortCheck(strategy, workload, device)
-    errors, wrong = check.compare()
-    ending = f"{size_in_words(workload)}; nothing was timed"
-    if any(gather_numbers([float(any(wrong.values()))], GroupRanks(None))[rank][0] for rank in range(world)):
-        ending += check.reason(wrong)
+    errors = check.compare()
+    wrong = {name for name, error in errors.items() if not error.equal}
+    ending = f"{size_in_words(workload)}; nothing was timed" + (check.reason(wrong) if wrong else "")
     return Verification(passed=True, seq=workload.seq, errors=raise_if_wrong(errors, ending))
 
 
@@ -99,26 +98,24 @@ class _ShortCheck:
         kernel = single_rank_strategy(strategy.kernel_name)
         self._kernel = self._share(self._whole(kernel, None))
 
-    def compare(self) -> tuple[dict[str, TensorCheck], dict[str, bool]]:
-        """Return the errors over all ranks, and whether each tensor is wrong on this rank. Collective."""
+    def compare(self) -> dict[str, TensorCheck]:
+        """Return the errors over all ranks. Collective."""
         local = self._workload.seq // self._world
         positions = torch.arange(local, device=self._device) + self._rank * local
         by_rank = [f"d{name}" for name in SHARED]
         return compare_results(
             self._results, self._exact, self._kernel, positions, torch_dtype(self._workload),
             self._hops, GroupRanks(None), not_by_token=(*by_rank, *_STATES),
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
-    def reason(self, wrong: Mapping[str, bool]) -> str:
+    def reason(self, wrong: set[str]) -> str:
         """Return which known mistake gives the wrong results, to be appended to a sentence; empty if none. Collective.
 
         A mistake must give all wrong tensors of the pass on every rank.
         """
         ranks, dtype = GroupRanks(None), torch_dtype(self._workload)
-        flags = gather_numbers([float(wrong[name]) for name in self._results], ranks)
-        wrong_names = {name for index, name in enumerate(self._results) if any(row[index] for row in flags)}
-        outputs = wrong_names & {"out", "final_state"}
-        names = outputs or wrong_names
+        outputs = wrong & {"out", "final_state"}
+        names = outputs or wrong
         kernel_rms = {name: relative_rms(self._kernel[name] - self._exact[name], self._exact[name]) for name in names}
         limits = {name: MATCH_FACTOR * allowed_rms(kernel_rms[name], dtype, self._hops(name)) for name in names}
         for sentence, mistaken in mistakes(self._world, backward=not outputs):
@@ -252,8 +249,18 @@ def recurrences_of(workload: Workload) -> list[Workload]:
 
 def join_verifications(attention: Verification, recurrence: Verification, operator: Operator) -> Verification:
     """Add a recurrence's errors to those of attention, with the operator before their names: ``gdn dq``."""
-    errors = attention.errors | _named(recurrence.errors, operator)
-    return msgspec.structs.replace(attention, seq=min(attention.seq, recurrence.seq), errors=errors)
+
+    def joined(errors: dict[str, TensorError], others: dict[str, TensorError]) -> dict[str, TensorError]:
+        return errors | {f"{operator} {name}": error for name, error in others.items()}
+
+    timed, other = attention.timed, recurrence.timed
+    if timed is not None and other is not None:
+        timed = msgspec.structs.replace(
+            timed, errors=joined(timed.errors, other.errors), took_ns=timed.took_ns + other.took_ns,
+            same_output=timed.same_output and other.same_output,
+        )  # fmt: skip
+    errors = joined(attention.errors, recurrence.errors)
+    return msgspec.structs.replace(attention, seq=min(attention.seq, recurrence.seq), errors=errors, timed=timed)
 
 
 def verify_timed_layers(shard: LayersShard, before: Verification, attention: Verification) -> Verification:
@@ -262,21 +269,12 @@ def verify_timed_layers(shard: LayersShard, before: Verification, attention: Ver
     ``before`` is the verification before timing. Collective: every rank must call this, and gets the same answer.
     Raises `VerificationError`, which names the worst rank and tensor, if a result is wrong.
     """
-    timed = attention.timed
     for operator, recurrence in shard.recurrences.items():
         prefix = f"{operator} "
         own = {name.removeprefix(prefix): error for name, error in before.errors.items() if name.startswith(prefix)}
         checked = verify_timed_recurrence(
             recurrence, shard.kept_results[operator], shard.first_rows[operator],
             msgspec.structs.replace(before, errors=own),
-        ).timed  # fmt: skip
-        assert timed is not None and checked is not None
-        timed = msgspec.structs.replace(
-            timed, errors=timed.errors | _named(checked.errors, operator), took_ns=timed.took_ns + checked.took_ns,
-            same_output=timed.same_output and checked.same_output,
         )  # fmt: skip
-    return msgspec.structs.replace(attention, timed=timed)
-
-
-def _named(errors: dict[str, TensorError], operator: Operator) -> dict[str, TensorError]:
-    return {f"{operator} {name}": error for name, error in errors.items()}
+        attention = join_verifications(attention, checked, operator)
+    return attention

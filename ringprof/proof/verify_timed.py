@@ -132,9 +132,8 @@ class _RowSample:
         self._group = workload.heads // workload.kv_heads
         self._scale: float = workload.head_dim**-0.5
         self._softcap, self._sinks = workload.softcap or 0.0, shard.sinks
-        self._mask, shared = workload.mask(), layout_options(workload)
-        self._positions = shard.strategy.positions(workload.seq, **shared).to(self._device)
-        self._layout = shard.strategy.layout_of(**shared)
+        self._mask = workload.mask()
+        self._positions = shard.strategy.positions(workload.seq, **layout_options(workload)).to(self._device)
         self.count = min(SAMPLED_ROWS, len(self._positions))
         generator = torch.Generator().manual_seed(SEED + self._comm.rank)
         chosen = torch.randperm(len(self._positions), generator=generator)[: self.count]
@@ -259,11 +258,9 @@ class _RowSample:
     def _gather(self, x: Tensor, batch: int, heads: slice) -> Tensor:
         """Gather some heads of a batch entry of a tensor from all ranks, in sequence order: (S, heads, D)."""
         # gloo does not support every dtype, so the bytes are gathered.
-        pieces = gather_tensor(x.detach()[batch, :, heads].contiguous().view(torch.uint8), self._comm.group)
-        gathered = torch.cat(pieces).view(x.dtype)
-        order = self._layout.order(self._workload.seq, self._comm.size).to(self._device)
-        in_order: Tensor = torch.empty_like(gathered).index_copy_(0, order, gathered)
-        return in_order
+        own_bytes = x.detach()[batch, :, heads].contiguous().view(torch.uint8)
+        gathered: Tensor = self._shard.strategy.unshard(own_bytes, 0, **layout_options(self._workload))
+        return gathered.view(x.dtype)
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def _run_ranks(task: Task[Result], scratch: Path, reporter: Reporter) -> None:
             deliver_signals()
             _wait_until_done(ranks, readers, task, failed)
         except BaseException as error:
-            # A second Ctrl-C must not stop the shutdown of the ranks.
+            # Here, since the command line raises Ctrl-C again until a handler runs; a second one must change nothing.
             _set_handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
             _end(ranks)
             if isinstance(error, Exception) and not isinstance(error, _RanksFailed):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.transfers.clocks import Clocks, CollectiveTimes, Traffic, collect_collectives
-from ringprof.analysis.transfers.matching import AbsentPeers, collective_mismatch, number_groups
+from ringprof.analysis.transfers.matching import AbsentRanks, KnownCalls, collective_mismatch, number_groups
 from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int64
 
@@ -26,33 +26,6 @@ class _GroupCalls(msgspec.Struct):
     on_host: dict[int, CollectiveTimes] = msgspec.field(default_factory=dict)
     last_on_host: dict[int, Int64] = msgspec.field(default_factory=dict)
     """Host -> for each call, the host's last rank to begin it."""
-
-
-KnownCalls = tuple[Int64, Int64, dict[int, int]]
-"""Matched calls of one kind in one group, as its ranks need them. Per call: the latest start over the group on the
-common clock, and its rank. By rank: the largest possible error between its clock and those of the group's hosts."""
-
-
-class CollectiveExtract(msgspec.Struct, frozen=True):
-    """Extract of the index for some ranks: the collectives of all their groups; plain data.
-
-    Implements `ringprof.analysis.transfers.matching.AbsentRanks`.
-    """
-
-    calls: dict[tuple[Group, str], KnownCalls | str]
-    """(Group, kind) -> its calls, or the reason why they are not matched."""
-
-    def mismatch(self, group: Group, kind: str) -> str:
-        """Return why the group's calls of this kind are not matched; empty where they are."""
-        calls = self.calls.get((group, kind), "rank_missing")
-        return calls if isinstance(calls, str) else ""
-
-    def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
-        """Return what the group's other ranks did in the calls of ``rank``."""
-        calls = self.calls[group, kind]
-        assert not isinstance(calls, str)
-        peers_ready_ns, last_rank, clock_error_ns = calls
-        return AbsentPeers(rows, peers_ready_ns, last_rank, clock_error_ns[rank])
 
 
 class CollectiveIndex:
@@ -72,24 +45,20 @@ class CollectiveIndex:
         for (number, kind), calls in calls_by_collective.items():
             start = np.array([call.start_ns for call in calls], np.int64)
             end = np.array([call.end_ns for call in calls], np.int64)
-            self._merge(self._calls[groups[number], kind], rank, CollectiveTimes(start, end, end))
+            self._merge(self._calls[groups[number], kind], rank, start, end)
 
-    def _merge(self, calls: _GroupCalls, rank: int, times: CollectiveTimes) -> None:
+    def _merge(self, calls: _GroupCalls, rank: int, start: Int64, end: Int64) -> None:
         """Merge one rank's times into those of its host."""
-        calls.counts[rank] = len(times.last_end)
+        calls.counts[rank] = len(end)
         host = self._host[rank]
-        host_times = calls.on_host.get(host)
-        if host_times is None:
-            calls.on_host[host] = times
-            calls.last_on_host[host] = np.full(len(times.last_end), rank, np.int64)
-        elif len(host_times.last_end) == len(times.last_end):
-            is_later = times.last_start > host_times.last_start
-            calls.last_on_host[host] = np.where(is_later, rank, calls.last_on_host[host])
-            calls.on_host[host] = CollectiveTimes(
-                np.maximum(host_times.last_start, times.last_start),
-                np.minimum(host_times.first_end, times.first_end),
-                np.maximum(host_times.last_end, times.last_end),
-            )
+        if host not in calls.on_host:
+            calls.on_host[host] = start, end, end
+            calls.last_on_host[host] = np.full(len(end), rank, np.int64)
+            return
+        last_start, first_end, last_end = calls.on_host[host]
+        if len(last_end) == len(end):
+            calls.last_on_host[host] = np.where(start > last_start, rank, calls.last_on_host[host])
+            calls.on_host[host] = np.maximum(last_start, start), np.minimum(first_end, end), np.maximum(last_end, end)
 
     def traffic(self, traffic: Traffic) -> None:
         """Add the evidence of matched calls about the hosts' clocks to ``traffic``."""
@@ -97,11 +66,11 @@ class CollectiveIndex:
             if not self._mismatch(group, calls):
                 collect_collectives(calls.on_host, kind, traffic)
 
-    def extract(self, ranks: Sequence[int], clocks: Clocks) -> CollectiveExtract:
+    def extract(self, ranks: Sequence[int], clocks: Clocks) -> AbsentRanks:
         """Return the calls of all groups that these ranks belong to."""
         wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
         known = {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
-        return CollectiveExtract(known)
+        return AbsentRanks(known)
 
     def _mismatch(self, group: Group, calls: _GroupCalls) -> str:
         """Return why a group's calls are not matched; empty where they are."""
@@ -113,7 +82,7 @@ class CollectiveIndex:
         if reason:
             return reason
         offset = {self._host[rank]: clocks.offset_ns[rank] for rank in calls.counts}
-        starts = np.array([times.last_start + offset[host] for host, times in calls.on_host.items()])
+        starts = np.array([last_start + offset[host] for host, (last_start, *_) in calls.on_host.items()])
         latest_host = starts.argmax(axis=0)[None, :]
         peers_ready = np.take_along_axis(starts, latest_host, axis=0)[0]
         last_on_host = np.array([calls.last_on_host[host] for host in calls.on_host])

@@ -24,17 +24,16 @@ from ringprof.analysis.steps.plan import RankSteps, StepSummary, plan_of_rank, s
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
-from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect_traffic
+from ringprof.analysis.transfers.clocks import Clocks, Traffic, collect_traffic
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.analysis.transfers.match_by_end import StreamCalls, unrecorded_calls
-from ringprof.analysis.transfers.matching import Matches, match
+from ringprof.analysis.transfers.matching import AbsentRanks, Matches, match
 from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, WaitSplitter, waits_by_peer
 from ringprof.common.files import is_url
 from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import InputError
 from ringprof.run import Run, read_run
-from ringprof.scale.collective_index import CollectiveExtract
 from ringprof.scale.store import RankStore
 from ringprof.scale.workers import Workers
 from ringprof.trace.columns import Notice
@@ -49,7 +48,7 @@ class RunContext(msgspec.Struct, frozen=True):
 
     store: RankStore
     focus: Focus
-    between_ns: Mapping[int, tuple[int, int] | None]
+    between_ns: Mapping[int, tuple[int, int]]
     """Rank -> the chosen times as Unix times of its clock; empty where none are chosen."""
     recorded: Run | str | None
     """The recorder's run.json, or its path."""
@@ -78,7 +77,7 @@ class RunContext(msgspec.Struct, frozen=True):
         if detail is not None:
             return detail
         trace, host = self.store.trace(rank), self.hosts.get(rank)
-        return explain(rank, host, trace, self.focus, self.between_ns.get(rank)).detail
+        return explain(rank, host, trace, self.focus, self.between_ns.get(rank))[1]
 
 
 _cached_run = lru_cache(maxsize=1)(read_run)
@@ -123,21 +122,23 @@ class RankExplanation(msgspec.Struct, frozen=True):
 def explain_rank(context: RunContext, rank: int) -> RankExplanation:
     """Explain one rank by itself; store its transfers and detail."""
     trace = context.store.trace(rank)
-    explained = explain(rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank))
+    metrics, detail, transfers, warnings, in_group, kernels = explain(
+        rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank)
+    )
     run = context.run() if context.focus.group is None else None
-    differences = warn_of_other_counts(run, rank, trace, explained.detail.window, explained.transfers)
-    transfers = fill_from_run(explained.transfers, context.run(), rank)
+    differences = warn_of_other_counts(run, rank, trace, detail.window, transfers)
+    transfers = fill_from_run(transfers, context.run(), rank)
     context.store.put_transfers(rank, transfers)
-    context.store.keep_detail(rank, explained.detail)
+    context.store.keep_detail(rank, detail)
     message_lists = {id(sent): sent for transfer in transfers for sent in (transfer.sends, transfer.receives)}
     return RankExplanation(
-        rank=explained.rank, warnings=(*explained.warnings, *differences), in_group=explained.in_group,
-        group_names=frozenset() if explained.in_group else frozenset(group_names(trace)),
+        rank=metrics, warnings=(*warnings, *differences), in_group=in_group,
+        group_names=frozenset() if in_group else frozenset(group_names(trace)),
         peers=frozenset(message.peer for messages in message_lists.values() for message in messages) - {rank},
         communicates=bool(transfers),
         in_collectives=any(transfer.kind not in POINT_TO_POINT for transfer in transfers),
-        unrecorded=tuple(unrecorded_calls(rank, transfers)), kernels=explained.kernels,
-        copies=() if explained.rank.on_cpu else copy_hops(explained.detail, rank, context.run()),
+        unrecorded=tuple(unrecorded_calls(rank, transfers)), kernels=kernels,
+        copies=() if metrics.on_cpu else copy_hops(detail, rank, context.run()),
     )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ class Tile(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     around: tuple[int, ...]
     """Ranks of the tile, their neighbours, and the neighbours' neighbours."""
-    absent: CollectiveExtract | None = None
+    absent: AbsentRanks | None = None
     """Collectives of ranks outside the tile; None where no rank is outside."""
     copies: Mapping[int, CopyPeers] = {}
     """Rank -> its copy-engine hops and those of its peers, for ranks that post such hops."""
@@ -170,11 +171,11 @@ def _match_tile(store: RankStore, tile: Tile) -> Matches:
     return store.matched(compute)
 
 
-def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tuple[int, int], TrafficSummary]:
+def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> Traffic:
     """Return the evidence about clocks from messages of the tile's hosts with others; a tile holds whole hosts."""
     hosts = {host[rank] for rank in tile.ranks}
     traffic = collect_traffic(_match_tile(store, tile), host)
-    return {key: samples.summary() for key, samples in traffic.items() if hosts & set(key)}
+    return {key: evidence for key, evidence in traffic.items() if hosts & set(key)}
 
 
 def rates_of_tile(

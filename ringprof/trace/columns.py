@@ -274,6 +274,28 @@ def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
     )
 
 
+def enclosing_rows(rows: tuple[Int64, Int64, Int64], points_ns: Int64, thread: Int64) -> Int64:
+    """Return the row that began last before each point on its thread and contains it, or `NONE`.
+
+    ``rows`` are start, end and thread of intervals, in any order; if those of a thread are disjoint, no other contains
+    the point.
+    """
+    start, end, row_thread = rows
+    threads, times = np.append(row_thread, thread), np.append(start, points_ns)
+    is_point = np.arange(len(times)) >= len(start)
+    order = np.lexsort((is_point, times, threads))
+    # Position of the last interval that begins at or before each position in this order.
+    last_start = np.maximum.accumulate(np.where(is_point[order], NONE, np.arange(len(order))))
+    row_before = np.full(len(times), NONE, np.int64)
+    row_before[order] = np.where(last_start == NONE, NONE, order[last_start])
+    row = row_before[len(start) :]
+    is_inside = row != NONE
+    is_inside[is_inside] = (row_thread[row[is_inside]] == thread[is_inside]) & (
+        points_ns[is_inside] < end[row[is_inside]]
+    )
+    return np.where(is_inside, row, NONE)
+
+
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
     """Return the NumPy type of each column of a table."""
     return {name: _DTYPES[type_name] for name, type_name in kind.__annotations__.items()}

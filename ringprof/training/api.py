@@ -267,7 +267,7 @@ def prove(
 
     from ringprof.ranks.process_group import GroupRanks
     from ringprof.strategies.masks.layouts import LAYOUTS
-    from ringprof.training.prover import AttentionMask, ProofLog, Prover
+    from ringprof.training.prover import Prover
 
     if not callable(attention) and not hasattr(attention, "attention"):
         raise UsageError(f"{type(attention).__name__} is neither a strategy nor a module nor a function")
@@ -275,13 +275,10 @@ def prove(
         raise UsageError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
     if log is not None and GroupRanks(None).rank == 0:
         refuse_unwritable(log)
-    mask = AttentionMask(
-        layout if isinstance(layout, str) else as_tensor(layout),
-        causal,
-        (-1, -1) if window_size is None else (window_size - 1, 0 if causal else window_size - 1),
-        softmax_scale,
-    )
-    running = Prover(attention, every, group, mask, memory_bytes, ProofLog(log).add)
+    window = (-1, -1) if window_size is None else (window_size - 1, 0 if causal else window_size - 1)
+    stated = {"causal": causal, "window_size": window, "prefix": 0, "softmax_scale": softmax_scale}
+    positions = layout if isinstance(layout, str) else as_tensor(layout)
+    running = Prover(attention, every, group, positions, stated, memory_bytes, log)
     try:
         yield running
     finally:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from torch import nn
 from torch.profiler import record_function
 
+from ringprof.analysis.workload_checks import workload_problems
 from ringprof.common.scratch import lock, remove_abandoned, unlock
 from ringprof.common.validation import whole
 from ringprof.errors import UsageError
@@ -37,7 +38,6 @@ from ringprof.recording.run_folder import RUN_FILE, discard
 from ringprof.run import Run, write_run
 from ringprof.trace.reduced import reduce_file
 from ringprof.workload.workload import Workload
-from ringprof.workload_checks import workload_problems
 
 _log = logging.getLogger("ringprof.capture")
 

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.claim import Claim
 
 
 class Producer(NamedTuple):
@@ -55,7 +56,8 @@ def graphs_advice(attribution: Attribution) -> str:
             operators[name] = operators.get(name, 0) + count
     most = sorted(operators, key=lambda name: (-operators[name], name))[:2]
     named = f" ({', '.join(most)})" if most else ""
-    return f"{graphs} for the {single:,} of {total:,} kernels still launched one by one{named}"
+    template = "{} for the {one_by_one:,} of {kernels:,} kernels still launched one by one{}"
+    return Claim(template, graphs, single, total, named)
 
 
 _COMPILED = re.compile("triton_(poi|red|per)_")

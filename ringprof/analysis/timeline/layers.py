@@ -24,7 +24,7 @@ from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION, COMPUTE, is_
 from ringprof.analysis.timeline.cpu import find_communication, outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
-from ringprof.trace.columns import NONE, Int64, Trace, distinct
+from ringprof.trace.columns import NONE, Int64, Trace, distinct, enclosing_rows
 
 OUTSIDE = ""
 """Name that stands for everything outside of all layers, or of unknown layer."""
@@ -93,9 +93,9 @@ class _Points(NamedTuple):
 
     def owners(self, calls: _Calls) -> Int64:
         """Return each point's layer among ``calls`` or `NONE`: directly, else by the forward operator."""
-        row = intervals.enclosing_rows(calls[:3], self.time_ns, self.thread)
+        row = enclosing_rows(calls[:3], self.time_ns, self.thread)
         by_node = np.flatnonzero((row == NONE) & (self.forward_ns != NONE))
-        row[by_node] = intervals.enclosing_rows(calls[:3], self.forward_ns[by_node], self.forward_thread[by_node])
+        row[by_node] = enclosing_rows(calls[:3], self.forward_ns[by_node], self.forward_thread[by_node])
         owner: Int64 = np.append(calls.layer, NONE)[row]
         return owner
 
@@ -158,7 +158,7 @@ class TraceLayers:
         nodes, node = self._nodes, np.full(len(times_ns), NONE, np.int64)
         for level in self._node_levels:
             rows = nodes.start_ns[level], nodes.end_ns[level], nodes.thread[level]
-            enclosing = intervals.enclosing_rows(rows, times_ns, thread)
+            enclosing = enclosing_rows(rows, times_ns, thread)
             node = np.where(enclosing == NONE, node, np.append(level, NONE)[enclosing])
         forward_ns, forward_thread = (
             np.append(nodes.forward_ns, NONE)[node],

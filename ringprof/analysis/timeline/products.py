@@ -7,14 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.analysis import intervals
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.kinds.kinds import is_kind
 from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.timeline.work import find_nesting, owners_of_activities
-from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int64, Trace, distinct
+from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int64, Trace, distinct, enclosing_rows
 
 GEMM = "gemm"
 
@@ -77,7 +76,7 @@ def cpu_products(trace: Trace, window: Window) -> tuple[Product, ...]:
     chosen = np.flatnonzero(
         _innermost_products(records) & (records.start_ns >= window_start) & (records.start_ns < window_end)
     )
-    outer = intervals.enclosing_rows((start, end, thread), records.start_ns[chosen], records.thread[chosen])
+    outer = enclosing_rows((start, end, thread), records.start_ns[chosen], records.thread[chosen])
     # Products inside an attention operator are attention.
     chosen = chosen[(outer != NONE) & is_kind(np.append(kind, NONE).astype(np.int8)[outer], GEMM)]
     time_ns = np.minimum(records.end_ns[chosen], window_end) - records.start_ns[chosen]

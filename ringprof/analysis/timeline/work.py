@@ -16,7 +16,7 @@ from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE_PARTS, is_kind
 from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
-from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int8, Int64, Trace
+from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int8, Int64, Trace, enclosing_rows
 
 RATED_PARTS = {"attention": ATTENTION, "matrix_products": COMPUTE_PARTS["matrix_products"]}
 """Parts of a step whose FLOPs can be known, with their kinds."""
@@ -67,7 +67,7 @@ def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
     start, end, kind, thread = outermost_operators(trace)
     part, covered = _part_numbers(kind), np.zeros(len(kind), np.bool_)
     begins = records.start_ns[root_row]
-    enclosing = intervals.enclosing_rows((start, end, thread), begins, records.thread[root_row])
+    enclosing = enclosing_rows((start, end, thread), begins, records.thread[root_row])
     enclosing[(begins < window_start) | (begins >= window_end)] = NONE
     part_of_root = np.append(part, NONE)[enclosing]
     covered[enclosing[enclosing != NONE]] = True
@@ -149,9 +149,7 @@ def owners_of_activities(classified: Classified, activities: Int64, chosen: Int6
     with_launch = np.flatnonzero(launch != NONE)
     launched = launch[with_launch]
     spans = records.start_ns[chosen], records.end_ns[chosen], records.thread[chosen]
-    owner[with_launch] = intervals.enclosing_rows(
-        spans, trace.launches.start_ns[launched], trace.launches.thread[launched]
-    )
+    owner[with_launch] = enclosing_rows(spans, trace.launches.start_ns[launched], trace.launches.thread[launched])
     named = np.flatnonzero((launch == NONE) & (trace.activities.external_id[activities] != NONE))
     ids = np.flatnonzero(records.external_id != NONE)
     ids = ids[np.argsort(records.external_id[ids], kind="stable")]

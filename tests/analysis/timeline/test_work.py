@@ -6,9 +6,8 @@ import random
 
 import numpy as np
 
-from ringprof.analysis.intervals import enclosing_rows
 from ringprof.analysis.timeline.work import find_nesting
-from ringprof.trace.columns import NONE, FlopRecords
+from ringprof.trace.columns import NONE, FlopRecords, enclosing_rows
 
 
 def nested(rng, start, end, depth, thread):

@@ -6,17 +6,10 @@ import msgspec
 
 from ringprof.common.formatting import three_digits
 from ringprof.run import Run
+from ringprof.trace.columns import Notice
 
 _TOLERANCE = 0.02
 """Largest relative difference between stated and counted FLOPs that is not reported."""
-
-
-class WorkloadProblem(msgspec.Struct, frozen=True):
-    """One reason why rates that follow from the stated workload may be wrong."""
-
-    code: str
-    """Stable identifier for scripts: ``workload_flops_differ`` or ``workload_ranks_unknown``."""
-    message: str
 
 
 def counted_over_needed(run: Run) -> float | None:
@@ -39,7 +32,7 @@ def workload_fits(run: Run) -> bool:
     return ratio is None or 1 - _TOLERANCE <= ratio <= (1 + _TOLERANCE) * _most_recomputed(run)
 
 
-def workload_problems(run: Run) -> list[WorkloadProblem]:
+def workload_problems(run: Run) -> list[Notice]:
     """List the reasons to doubt the rates of a captured block; empty for a run of `ringprof record`."""
     if not run.captured or run.workload is None:
         return []
@@ -52,10 +45,10 @@ def workload_problems(run: Run) -> list[WorkloadProblem]:
         f"TFLOP/s assume that all {run.topology.world_size} ranks share the workload; with data parallelism they are "
         "too low: pass strategy= to capture, or the ranks that share it as group="
     )
-    return [WorkloadProblem("workload_ranks_unknown", message)]
+    return [Notice("workload_ranks_unknown", message)]
 
 
-def _flops_differ(run: Run, ratio: float) -> WorkloadProblem:
+def _flops_differ(run: Run, ratio: float) -> Notice:
     """Describe the difference between stated and counted FLOPs, with advice; ``ratio`` is counted over stated."""
     counted, needed = sum((run.block_flops() or {}).values()), run.needed_flops() or 0
     group, world = run.sharing_ranks, run.topology.world_size
@@ -72,7 +65,7 @@ def _flops_differ(run: Run, ratio: float) -> WorkloadProblem:
         f"{operator} FLOPs of {world} rank{'s' if world > 1 else ''} ({group} per workload): {_flop(needed)} stated, "
         f"{_flop(counted)} counted ({three_digits(ratio)} times); TFLOP/s use the stated workload: {advice}"
     )
-    return WorkloadProblem("workload_flops_differ", message)
+    return Notice("workload_flops_differ", message)
 
 
 def _most_recomputed(run: Run) -> float:
