@@ -54,13 +54,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep modules and collected tests, which live to the end, out of every garbage collection."""
+    """Keep modules and collected tests, which live to the end, out of garbage collections, and collect less often.
+
+    Collections after every 700 objects took a seventh of the processor time.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(20_000)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

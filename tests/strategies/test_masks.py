@@ -100,7 +100,7 @@ def errors_of(
 @pytest.mark.parametrize(
     ("world", "kernel", "masks"),
     [
-        (2, "cpu-flash", MASKS[7::3]),
+        (2, "cpu-flash", MASKS[4::3]),
         *(pytest.param(world, "reference", MASKS, marks=pytest.mark.processes) for world in (1, 4)),
         pytest.param(2, "cpu-flash", MASKS, marks=pytest.mark.processes),
         pytest.param(8, "reference", MASKS, marks=pytest.mark.long),
