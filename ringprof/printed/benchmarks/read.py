@@ -65,7 +65,7 @@ def parse_log(data: bytes, name: str) -> BenchmarkLog:
         has_titles = b"# of Calls" in data or b"Total Time (ns)" in data
         hint = f": for its kernel table, ringprof report {name}" if has_titles else ""
         if b"algbw" in data and b"busbw" in data:
-            raise InputError(f"{name}: tables of nccl-tests, which time links, not attention: see ringprof calibrate")
+            raise InputError(f"{name}: tables of nccl-tests, which time links alone: ringprof calibrate {name}")
         raise InputError(f"{name}: no benchmark rows in a known format{hint or _FORMATS}")
     return BenchmarkLog(name, tuple(reader.rows), reader.settings, tuple(reader.flags))
 
