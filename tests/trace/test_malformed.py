@@ -101,6 +101,7 @@ CASES = {
         0,
         {"repaired_events": 1},
     ),
+    "NaN before the events": (b'{"x": NaN, "y": -Infinity, ' + TEN[1:], 10, 0, {}),
     "a time twice": (changed(b'"ts"', b'"ts": 5, "ts"'), 10, 0, {"repeated_keys": 1}),
     "an equal value twice": (changed(b'"ph": "X"', b'"ph": "X", "ph": "X"'), 10, 0, {}),
     "rank twice": (TEN.replace(b'"rank"', b'"rank": 1, "rank"'), 10, 0, {"repeated_keys": 1}),

@@ -78,6 +78,10 @@ def read_fields(text: bytes) -> TopLevelFields:
         values = {key: json.loads(bytes(raw_fields[key])) for key in _WANTED if raw_fields[key] is not EMPTY}
         return TopLevelFields(values, True, repeated_keys(text))
     except UNREADABLE:
+        # Python's decoder accepts NaN and Infinity, and control characters in strings.
+        with suppress(*UNREADABLE):
+            fields = _LENIENT.decode(text.decode())
+            return TopLevelFields({key: fields[key] for key in _WANTED if key in fields}, True)
         return TopLevelFields(_salvage_fields(text.decode("utf-8", "replace")), False)
 
 
