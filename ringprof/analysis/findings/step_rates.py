@@ -195,7 +195,8 @@ def _longest_of_other(attribution: Attribution, kind: str) -> str:
     rows = [kernel for kernel in attribution.kernels if kernel.kind == kind == "other"]
     if not rows or 2 * rows[0].time_ns <= sum(kernel.time_ns for kernel in rows):
         return ""
-    return f" (most of it {re.split('[(<]', rows[0].name)[0].strip()[:_LONGEST_NAME] or 'without a name'})"
+    name = re.split("[(<]", rows[0].name.removeprefix("void "))[0].strip()
+    return f" (most of it {name[:_LONGEST_NAME] or 'without a name'})"
 
 
 _LONGEST_NAME = 60
@@ -240,23 +241,18 @@ MASKS_UNKNOWN = " at most: attention masks are not recorded"
 
 
 def _mfu_clause(rates: StepRates | None) -> str:
-    """Return the MFU, or else the share of the time whose shapes are known; empty where there is nothing to say."""
+    """Return the MFU, or else of how much of the time the rates are; empty where there is nothing to say."""
     if rates is None:
         return ""
     if rates.mfu is not None and rates.peak_tflops is not None:
         return f"; MFU {percent(rates.mfu)} of {rates.peak_tflops:g} TFLOP/s ({rates.peak_dtype})"
-    coverage = shape_coverage_clause(rates)
-    return f"; {coverage}" if coverage else ""
-
-
-def shape_coverage_clause(rates: StepRates) -> str:
-    """Name the parts with missing shapes; empty where shapes are recorded for at least 99 % of each part's time."""
-    missing = [
-        f"{percent(row.coverage)} of the {_TIMES[row.part]} time" for row in rates.parts if row.coverage < MIN_COVERAGE
+    partly_known = [
+        f"{percent(row.coverage)} of the {_TIMES[row.part]} time"
+        for row in rates.parts
+        if row.tflops is not None and MIN_RATED <= row.coverage < MIN_COVERAGE
     ]
-    is_rated = any(row.tflops is not None and row.coverage >= MIN_RATED for row in rates.parts)
-    rates_clause = ", and rates are of that time" if is_rated else ""
-    return f"shapes are recorded for {' and '.join(missing)}{rates_clause}" if missing else ""
+    named = " and ".join(partly_known)
+    return f"; shapes are recorded for {named}, and rates are of that time" if named else ""
 
 
 _TIMES = {"attention": "attention", "matrix_products": "matrix-product"}

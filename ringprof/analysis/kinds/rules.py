@@ -345,7 +345,8 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         "elementwise",
         ("TorchScript", r"^fused_(\w{0,40}_)?(add|sub|mul|div|sigmoid|tanh|exp|neg|pow|sqrt)(_|$)"),
-        ("", r"eigenmetakernel|deviceforkernel|devicetransform|softcap|(?<![a-z])(gat(ing|ed_|e_)|(un|bin)ary_)"),
+        ("", r"eigenmetakernel|deviceforkernel|devicetransform|softcap|(un|bin)ary_(grad_)?kernel"),
+        ("", r"(?<![a-z])gat(ing|ed_|e_)"),
         ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)\d?_(\w{0,20}_)?kernel|pointwise"),
         loose=True,
     ),

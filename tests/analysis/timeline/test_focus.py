@@ -58,7 +58,11 @@ def test_unknown_window_error_lists_the_ranges():
 
 @pytest.mark.parametrize(
     ("producer", "words"),
-    [("torch", r"step\(\) of torch.profiler"), ("nsys", "an NVTX range around each"), ("unknown", r"step\(\) of torch.profiler")],
+    [
+        ("torch", r"step\(\) of torch.profiler"),
+        ("nsys", "an NVTX range around each"),
+        ("unknown", r"step\(\) of torch.profiler"),
+    ],
 )
 def test_a_trace_without_ranges_is_told_how_to_mark_steps(producer, words):
     trace = replace(Builder(world_size=1).run(FLASH, 50, 60, launched=10).trace(), producer=producer)
