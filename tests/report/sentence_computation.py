@@ -41,7 +41,7 @@ NAMES = {
     "slower_kernel": "kernel slower than the fastest known",
     "slowdown": "slow-down beside communication", "launch_gaps": "host-bound idle", "blocked": "blocked idle",
     "recurrence": "linear recurrences", "matrix_products": "matrix products", "optimizer": "the optimizer",
-    "other_compute": "computation other than attention",
+    "other_compute": "other computation",
 }  # fmt: skip
 """Name of each part of the waterfall in a sentence; merges and copies have names of their own."""
 
@@ -85,7 +85,7 @@ def _launch_bound(case: Case, m: re.Match[str]) -> None:
     assert float(m[1]) >= 100 * case.idle["gap"] / whole - 0.06
 
 
-@rule("verdict", rf"for {P} of its idle time the launching thread has no operator, CUDA call or range open")
+@rule("verdict", rf"for {P} of its idle time the launching thread has no operator, runtime call or range open")
 def _nothing_open(case: Case, m: re.Match[str]) -> None:
     pieces = [piece for raw in case.raw.values() for piece in raw.host_pieces]
     percent(m[1], sum(time for time, name in pieces if not name) / sum(case.idle.values()))
@@ -284,7 +284,7 @@ def assert_most_of_other(case: Case, named: str | None) -> None:
     assert bool(named) == (2 * max(times, default=0) > other_ns)
     if named:
         longest = max(zip(times, names, strict=True))[1]
-        assert longest.startswith(named)
+        assert longest.removeprefix("void ").startswith(named)
 
 
 @rule("verdict", rf"(?<=; )([a-z -]+?) {P}{RATE}")

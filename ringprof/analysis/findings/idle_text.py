@@ -99,7 +99,7 @@ def launch_idle_sentence(attribution: Attribution, share: str) -> str:
     if cause.kind == NOT_KEPT:
         return f"{text}; these traces do not hold what the host did meanwhile."
     if cause.kind == NOTHING_RECORDED:
-        return f"{text}: for {of_idle} the launching thread has no operator, CUDA call or range open."
+        return f"{text}: for {of_idle} the launching thread has no operator, runtime call or range open."
     return f"{text}: for {of_idle} the host is in {cause.name}{_EXPLANATIONS.get(cause.kind, '')}."
 
 
