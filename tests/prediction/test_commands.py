@@ -264,7 +264,8 @@ def test_calibrate_links_from_tables_of_nccl_tests(tmp_path: Path, capsys: pytes
     rates = {64 * mib: 8 * 18, 128 * mib: 8 * 18, 256 * mib: 16 * 18, 512 * mib: 340, 1024 * mib: 340}
     times = {8: 20.0, mib: 27.28, **{size: 20 + size / gb_s / 1e3 for size, gb_s in rates.items()}}
     (tmp_path / "hops.txt").write_text(nccl_tests_log("sendrecv", times) + nccl_tests_log("all_reduce", {mib: 1.0}))
-    (tmp_path / "a2a.txt").write_text(nccl_tests_log("alltoall", {mib: 50.0, 64 * mib: 250.0}))
+    tagged = nccl_tests_log("alltoall", {mib: 50.0, 64 * mib: 250.0}).replace("alltoall_perf", "alltoall_perf_mpi")
+    (tmp_path / "a2a.txt").write_text("".join(f"[1,0]<stdout>:{line}\n" for line in tagged.splitlines()))
     output = tmp_path / "machine.json"
     code, out, _ = run(capsys, "calibrate", str(tmp_path / "hops.txt"), str(tmp_path / "a2a.txt"), "-o", str(output))
     link, base = read_calibration(output).same_host, read_calibration("h100").same_host
