@@ -30,8 +30,8 @@ _OPERATIONS = {
 }  # fmt: skip
 """Program -> collective of a `Link`; empty for hops."""
 
-_SMALL = 1 << 20
-"""Bytes up to which a message's time is mostly latency."""
+_LARGE = 32 << 20
+"""Bytes above which a message's time is mostly transfer; less in a log of shorter messages."""
 
 
 class Table(NamedTuple):
@@ -132,7 +132,7 @@ def calibrate_from_tables(tables: Sequence[Table], base: Calibration) -> Calibra
             continue
         times = {size: us * 1e3 for size, (us, _) in table.rows.items()}
         latencies.append(times[min(times)])
-        for all_channels, rates in hop_rates(times, max(_SMALL, max(times) // 32), len(table.hosts), base.nccl).items():
+        for all_channels, rates in hop_rates(times, min(_LARGE, max(times) // 32), len(table.hosts), base.nccl).items():
             by_channels[all_channels] += rates
     source = f"nccl-tests, {' and '.join(sorted({str(len(table.hosts)) for table in tables}))} ranks"
     collective_gb_s = {name: measured(max(rates), 0.05, source) for name, rates in collectives.items()}
