@@ -15,8 +15,11 @@ from pathlib import Path
 import msgspec
 
 from ringprof.common.decoding import decode_json, read_small
+from ringprof.errors import UsageError, nearest
 from ringprof.workload.workload import Workload
 
+BUNDLED = ("h200", "h100", "b200", "a800")
+"""Names of the calibrations that come with ringprof."""
 _MACHINES = Path(__file__).parent / "prediction" / "machines"
 _MAX_OCTAVES_OUTSIDE = 1.0
 """Largest distance of a block from the shortest and the longest calibrated one, in powers of two of its length."""
@@ -72,15 +75,32 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation, as a fraction of the time."""
 
 
-def read_rates(path: str | os.PathLike[str]) -> DeviceRates:
-    """Read the rates of a calibration file. Raises `InputError`."""
-    return decode_json(read_small(os.fspath(path), "a calibration"), DeviceRates, os.fspath(path), "a calibration")
+def machine_file(name_or_path: str | os.PathLike[str]) -> str:
+    """Return the path of a calibration: that of a bundled one by its name in any case, or the given path.
+
+    Raises `UsageError` for a name that is neither bundled nor a file.
+    """
+    name = os.fspath(name_or_path)
+    if name.lower() in BUNDLED:
+        return str(_MACHINES / f"{name.lower()}.json")
+    if not name.endswith(".json") and not os.path.exists(name):
+        raise UsageError(
+            f"no machine {name!r}{nearest(name, BUNDLED)}; there are: {', '.join(BUNDLED)}, or a file of"
+            " `ringprof calibrate`"
+        )
+    return name
+
+
+def read_rates(name_or_path: str | os.PathLike[str]) -> DeviceRates:
+    """Read the rates of a calibration, by its name or path. Raises `InputError` and `UsageError`."""
+    path = machine_file(name_or_path)
+    return decode_json(read_small(path, "a calibration"), DeviceRates, path, "a calibration")
 
 
 @cache
 def bundled_rates(device: str) -> DeviceRates | None:
     """Return the rates of the bundled machine with this device; None if there is none."""
-    machines = (read_rates(path) for path in sorted(_MACHINES.glob("*.json")))
+    machines = map(read_rates, sorted(BUNDLED))
     return next((machine for machine in machines if machine.device == device), None)
 
 

@@ -1,11 +1,12 @@
 """Write the calibrations that come with the package, ringprof/prediction/machines/*.json.
 
-h200 is measured: from the committed runs, from benchmarks/data/h200_links.csv and from `ringprof calibrate`.
-benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
+h200 is measured: from the committed runs, from dev/benchmarks/data/h200_links.csv and from `ringprof calibrate`.
+dev/benchmarks/data/h200_kernels.csv has the kernels of the latter, h200_heads.csv those of other head sizes, and
 h200_newer_kernels.csv flash-attn 3 and 4. h100_kernels.csv has cuDNN and flash-attn 3 of h100. h100_recurrences.csv and
 h200_recurrences.csv have linear recurrences. What one of the two lacks of flash-attn 3 and 4 is taken from the other.
 The rest of h100, b200 and a800 are assembled from published figures by the rules below; docs/prediction-accuracy.md
 says which. No data enters that this page scores a prediction against, except the rows that it names.
+Sources in the machine files say benchmarks/ for what is in dev/benchmarks/ now.
 
     python -m scripts.build_machines [NAME...]
 """
@@ -30,6 +31,7 @@ from ringprof.prediction.calibration import (
     Link,
     Nccl,
     RecurrenceCurve,
+    RecurrencePoint,
     Value,
     assumed_calibration,
     calibration_json,
@@ -37,7 +39,7 @@ from ringprof.prediction.calibration import (
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
 from ringprof.prediction.machine import with_rates
-from ringprof.prediction.measure_recurrences import RecurrenceSample, curves_from
+from ringprof.prediction.measure_recurrences import RecurrenceCase, curves_from, measured_curve
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
@@ -45,7 +47,7 @@ from ringprof.prediction.schedules import schedule_of
 from ringprof.workload.workload import Workload
 
 ROOT = Path(__file__).parents[1]
-DATA = ROOT / "benchmarks" / "data"
+DATA = ROOT / "dev" / "benchmarks" / "data"
 MACHINES = ROOT / "ringprof" / "prediction" / "machines"
 PUBLISHED_UTILISATION = 1.0
 """Utilisation assumed for published kernel benchmarks, which pause between shapes and flush caches."""
@@ -107,7 +109,7 @@ FAMILY_SPREAD = {
         "usp": 0.164,
     },
 }  # fmt: skip
-"""Relative spread by machine and family; ``benchmarks/prediction.py`` computes them (`family_spreads`)."""
+"""Relative spread by machine and family; ``dev/benchmarks/prediction.py`` computes them (`family_spreads`)."""
 SOURCE_OVERHEAD = Value(
     10_000.0, 0.5, "published", "rows of 131072 tokens take 10 to 20 ms longer than their blocks and hops: not modelled"
 )  # fmt: skip
@@ -160,14 +162,20 @@ def h200() -> Calibration:
 
 def _recurrences(device: str) -> list[RecurrenceCurve]:
     samples = [
-        RecurrenceSample(
-            "fla", row["operator"], row["phase"], row["part"], int(row["tokens"]), int(row["heads"]),
-            row["receives"] == "1", row["sends"] == "1", round(float(row["us"]) * 1e3), float(row["spread"]),
-            float(row["host_us"]),
+        measured_curve(
+            "fla",
+            RecurrenceCase(
+                row["operator"], int(row["tokens"]), int(row["heads"]), row["receives"] == "1", row["sends"] == "1"
+            ),
+            row["phase"], row["part"],
+            RecurrencePoint(
+                int(row["tokens"]), round(float(row["us"]) * 1e3), float(row["spread"]), float(row["host_us"])
+            ),
+            RECURRENCES.format(device.upper()),
         )
         for row in _rows(f"{device}_recurrences.csv")
     ]  # fmt: skip
-    return curves_from(samples, RECURRENCES.format(device.upper()))
+    return curves_from(samples)
 
 
 def _on_other_hopper(samples: list[KernelSample], device: str) -> list[KernelSample]:

@@ -1,7 +1,7 @@
 """Draw the prediction of docs/python.md: ``python scripts/draw_prediction.py`` writes docs/img/prediction.png.
 
 It shows the speed of zigzag on 4 H200 over the sequence length, predicted by the bundled machine with its 80 %
-interval. The points are those of benchmarks/data/h200_grid.csv; the machine was fitted to none of them.
+interval. The points are those of dev/benchmarks/data/h200_grid.csv; the machine was fitted to none of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Point = tuple[int, float]
 
 def recorded(kernel: str, heads: int, kv_heads: int) -> Iterator[tuple[int, float]]:
     """Yield tokens and milliseconds of runs with hops by copy engine."""
-    with open(ROOT / "benchmarks" / "data" / "h200_grid.csv", encoding="utf-8", newline="") as file:
+    with open(ROOT / "dev" / "benchmarks" / "data" / "h200_grid.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if (row["kernel"], row["hops"], row["heads"], row["kv_heads"]) == (
                 kernel, "copy", str(heads), str(kv_heads)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("ringprof", "strategies", "scripts", "benchmarks", "tests")
+FOLDERS = ("ringprof", "strategies", "scripts", "dev", "tests")
 LEANING = re.compile(r"(As|Of|The same|By|Those|That|To|It|What)\b")
 EMPTY_NAMES = {"one", "found", "told", "asked", "made", "given", "place", "at"}
 PRIVATE = re.compile(

@@ -1,6 +1,6 @@
 """Write the tables of errors in docs/prediction.md and docs/prediction-accuracy.md from the table of every scored row.
 
-    python benchmarks/prediction.py --csv benchmarks/data/prediction_scores.csv
+    python dev/benchmarks/prediction.py --csv dev/benchmarks/data/prediction_scores.csv
     python -m scripts.scoreboard
 
 In the scoreboard, families that fail come first. Rows of machines that nobody here has are published ones; ``replays``
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.prediction import BEATS_KERNEL, FITTED, NOT_COMPARABLE, PARTS, Score, left_out, read_csv
+from dev.benchmarks.prediction import BEATS_KERNEL, FITTED, NOT_COMPARABLE, PARTS, Score, left_out, read_csv
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "benchmarks" / "data" / "prediction_scores.csv"
+TABLE = ROOT / "dev" / "benchmarks" / "data" / "prediction_scores.csv"
 _END = "<!-- end -->\n"
 PUBLISHED = ("h100", "b200", "a800")
 """Parts of published rows."""
@@ -34,9 +34,9 @@ QUESTIONS = {
     "32 A800 on 4 nodes, published": ("a800",),
     "prefill and decode": ("inference",),
     "a whole training step": ("steps",),
-    "a recorded run replayed, as `what-if` does before it changes anything": ("replays",),
+    "a recorded run replayed, as `predict --replay` does before it changes anything": ("replays",),
 }  # fmt: skip
-"""Parts of `benchmarks.prediction.PARTS` by what a user asks for."""
+"""Parts of `dev.benchmarks.prediction.PARTS` by what a user asks for."""
 
 
 def by_question() -> str:
@@ -51,7 +51,7 @@ def by_question() -> str:
 
 
 def by_part() -> str:
-    """Return the errors of each part of `benchmarks.prediction`, then what its machine was fitted to, as Markdown."""
+    """Return the errors of each part of dev/benchmarks/prediction.py, and what its machine was fitted to."""
     lines = [f"| part | what it scores | {_HEAD}", f"| --- {_LINE}"]
     parts_by_source: dict[str, list[str]] = {}
     for part, scores in read_csv(TABLE).items():
@@ -92,7 +92,7 @@ def scoreboard() -> str:
         f"{len(published)} published rows and {len(own)} runs of our own, by family, machine and pass; predicted over"
         " measured, less 1.", "",
         f"{len(apart)} published rows are scored apart, {', '.join(score.name.split()[0] for score in apart)}: they are"
-        f" of one program in one log, of which `predict --check` finds some faster than the kernel alone."
+        f" of one program in one log, of which `predict --against` finds some faster than the kernel alone."
         f" {sum(bool(score.inside) for score in apart)} of them lie inside; their mean error is {_mean(apart):.0f} %.",
         "",
         "**Families over all published rows**, those outside 75 to 85 % first. *Other machines* and *other families*:"

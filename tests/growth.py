@@ -11,16 +11,16 @@ PART = 8
 NOISE_S = 0.1
 
 
-def assert_linear(work: Callable[[Any], object], text: str | bytes, part: str | bytes | None = None) -> None:
-    """Assert that a text takes at most three times the CPU time that a part of it predicts.
+def assert_linear(work: Callable[[Any], object], text: Any, part: Any = None) -> None:
+    """Assert that a text, or another input, takes at most three times the CPU time that a part of it predicts.
 
-    ``part`` is a similar text, an eighth as long; the default is the first eighth.
+    ``part`` is a similar input, an eighth as long; the default is the first eighth.
     """
     part_s, whole_s = (spent_s(work, sample) for sample in (part or text[: len(text) // PART], text))
     assert whole_s < 3 * PART * (part_s + NOISE_S), (part_s, whole_s)
 
 
-def spent_s(work: Callable[[Any], object], text: str | bytes) -> float:
+def spent_s(work: Callable[[Any], object], text: Any) -> float:
     """Return the CPU time of ``work(text)`` in seconds."""
     begin = time.process_time()
     work(text)

@@ -6,6 +6,8 @@ import re
 import runpy
 from typing import Any
 
+import pytest
+
 from tests.paths import ROOT
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "architecture.py"))
@@ -36,6 +38,7 @@ def test_diagrams_omit_transitive_imports() -> None:
     assert drawn == ["cli --> report", "report --> trace", "scale --> trace"]
 
 
+@pytest.mark.long
 def test_architecture_script_measures_a_checkout() -> None:
     measured = SCRIPT["measures"](ROOT)
     assert measured["files of ringprof/"] == len(

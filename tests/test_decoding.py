@@ -126,7 +126,6 @@ _DECODERS = {"decode", "loads", "load", "Decoder", "JSONDecoder"}
 EXCEPTIONS = {
     "common/decoding.py": "the module itself",
     "prediction/microbenchmark.py": "measurements that one process of a calibration sends to another",
-    "spawn.py": "import paths on the command line of a process that ringprof starts itself",
     "common/json_object.py": "text of the same function, and tasks that one process of a run sends to another",
     "ranks/progress.py": "progress logs of this run's own ranks, in a folder that is this user's alone",
     "scale/store.py": "results that this run's own helpers leave in a folder that is this user's alone",
@@ -135,7 +134,6 @@ EXCEPTIONS = {
     "trace/kineto/event_tables.py": "parts of one event: what is damaged is counted, and the rest is read",
     "trace/kineto/fields.py": "metadata: what is damaged is salvaged field by field",
     "trace/kineto/recover.py": "the recovery of damaged events",
-    "trace/kineto/shapes.py": "shapes of an operator: one that is damaged has no FLOPs",
     "trace/kineto/tracks.py": "names of tracks: one that is damaged has no name",
 }
 """Modules that may call a decoder themselves, with the reason."""

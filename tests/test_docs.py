@@ -129,9 +129,13 @@ def code_lines(page: Path) -> list[str]:
 
 
 def _commands(page: Path) -> list[str]:
-    """List the commands of a page that read committed files, or list strategies and kernels."""
-    reads = ("report", "compare", "export", "plot", "logs", "strategies", "balance", "kernels", "runs")
-    commands = [line for line in code_lines(page) if line.startswith("ringprof ") and line.split()[1] in reads]
+    """List the commands of a page that read committed files, compare layouts, or list strategies and kernels."""
+    reads = ("report", "compare", "export", "plot", "strategies", "kernels")
+    commands = [
+        line for line in code_lines(page)
+        if line.startswith(tuple(f"ringprof {name}" for name in (*reads, "predict --replay")))
+        or (line.startswith("ringprof advise") and "--machine" not in line)
+    ]  # fmt: skip
     return [line for line in commands if all(_is_committed(word) for word in line.split() if "/" in word)]
 
 
@@ -171,6 +175,19 @@ def test_options_in_the_docs_exist(page: Path) -> None:
             assert command is not None
             known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
             assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, line
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_every_option_is_in_the_docs(name: str) -> None:
+    """Each option is on some page, in one of its spellings."""
+    command = commands.group.get_command(click.Context(commands.group), name)
+    assert command is not None
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    missing = [
+        option.opts for option in command.params if isinstance(option, click.Option)
+        if not any(re.search(rf"(?<![\w-]){word}(?![\w-])", text) for word in (*option.opts, *option.secondary_opts))
+    ]  # fmt: skip
+    assert missing == []
 
 
 def test_python_of_the_readme_compiles() -> None:
@@ -254,6 +271,15 @@ def test_every_file_that_the_docs_link_to_exists() -> None:
             target = part.partition(")")[0].partition("#")[0]
             if target and "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_files_named_in_contributing_exist() -> None:
+    named = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert len(named) > 20
+    for name in named:
+        # NAME is a placeholder; dist/ is created by a build.
+        path = ROOT / name if "NAME" not in name else (ROOT / name).parent
+        assert path.exists() or name == "dist/", name
 
 
 def slug(heading: str) -> str:

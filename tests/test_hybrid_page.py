@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the page records and predicts")
 
-from benchmarks import recurrent_crossing
+from dev.benchmarks import recurrent_crossing
 from ringprof import cli
 from ringprof.prediction.calibration import read_calibration
 from tests.paths import ROOT

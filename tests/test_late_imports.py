@@ -30,7 +30,6 @@ NOT_EVERYWHERE = {
 }  # fmt: skip
 OTHERWISE = {
     "ringprof.cli": "signal handlers are installed before the commands are loaded",
-    "ringprof.spawn": "the path is set first",
     "ringprof.strategies.catalog": "versions are asked for by the list of strategies alone",
     "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
     "ringprof.strategies.recurrent.kernels": "flash-linear-attention may be missing, and imports Triton",
@@ -65,6 +64,7 @@ def at_the_top(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from at_the_top(node.body)
 
 
+@cache
 def loads(module: str) -> set[str]:
     """Collect all modules that importing a module imports, including its parent packages."""
     imported, waiting = set[str](), [module]
@@ -143,8 +143,8 @@ def test_commands_needing_torch_explain_how_to_install_it(tmp_path: Path) -> Non
     cluster = "--seq 128k --nodes 1 --machine h200"
     lines = [
         "record --strategy burst --seq 1k", "bench --strategies burst --seq 1k", "check json:b --layout zigzag",
-        "kernels", f"calibrate -o '{tmp_path}/m.json'", "strategies burst", "balance --seq 64k --documents 32k,32k",
-        f"predict --strategy burst {cluster}", f"advise {cluster}", f"what-if '{run}' --hops copy",
+        "kernels", f"calibrate -o '{tmp_path}/m.json'", "strategies burst", "advise --seq 64k --documents 32k,32k",
+        f"predict --strategy burst {cluster}", f"advise {cluster}", f"predict --replay '{run}' --hops copy",
     ]  # fmt: skip
     done = without_torch(*lines)
     assert done.returncode == 2

@@ -18,7 +18,7 @@ from tests.paths import ROOT
 NUMBER = os.environ.get("RINGPROF_MUTANTS", "600")
 MEASURED = ["ringprof/analysis", "ringprof/trace", "strategies"]
 """Folders whose share is known, see docs/mutation-testing.md."""
-MUTANTS = ROOT / "scripts" / "mutants"
+MUTANTS = ROOT / "dev" / "mutants"
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def sources(file: str, name: str) -> list[str]:
 
 
 def plant(*arguments: str) -> None:
-    """Run a script of scripts/mutants, which ends with 0 where enough mutants are noticed."""
+    """Run a script of dev/mutants, which ends with 0 where enough mutants are noticed."""
     pytest.importorskip("mutmut", reason="mutmut has no build for this Python")
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

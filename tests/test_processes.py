@@ -56,9 +56,16 @@ def test_ended_worker_is_an_error_and_is_replaced(function, item) -> None:
     assert list(map_in_processes(2, abs, [(-1,)])) == [1]
 
 
+def test_worker_imports_this_copy_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start from a program that has found the package in the current folder, which is on no import path of a worker."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path and Path(path) != ROOT])
+    process_pool.end_all()
+    assert list(map_in_processes(1, abs, [(-1,)])) == [1]
+
+
 INTERRUPTED_AT_START = """
 import os, signal, sys
-if any(argument.endswith("spawn.py") for argument in sys.orig_argv):
+if "-P" in sys.orig_argv and "pthread_sigmask" in str(sys.orig_argv):
     os.kill(os.getpid(), signal.SIGINT)
 """
 """A ``sitecustomize.py``: Python runs it before the program's first line, while SIGINT still has its own handler."""

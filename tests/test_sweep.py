@@ -32,7 +32,7 @@ from ringprof.report.sweep import COLUMNS, SweepTable, render_markdown
 from ringprof.report.text import TextStyle
 from ringprof.run import Baselines, write_run
 from ringprof.scale.pipeline import attribute
-from ringprof.trials import sweep
+from ringprof.trials import sweep, turns
 from ringprof.workload.workload import Workload
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
@@ -71,7 +71,7 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         recorder, reporter = Recorder(errors), SilentReporter()
         if messages is not None:
             monkeypatch.setattr(reporter, "say", messages.append)
-        monkeypatch.setattr(sweep, "record", recorder)
+        monkeypatch.setattr(turns, "record", recorder)
         requests = sweep.sweep_requests(
             replace(BASE, **changes),
             ["burst", "usp"],
@@ -123,7 +123,7 @@ def test_a_sweep_with_a_row_that_failed_ends_with_3(monkeypatch, tmp_path, error
     """Give the first of two rows these errors; a row that cannot be recorded is not a failure if another row can."""
     lengths = [1024, 2048]
     failing = {("zigzag", seq): error for seq, error in zip(lengths, errors, strict=False)}
-    monkeypatch.setattr(sweep, "record", Recorder(failing))
+    monkeypatch.setattr(turns, "record", Recorder(failing))
     monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
     arguments = ["--strategies", "zigzag", "--seq", "1024,2048", "--heads", "8", "--device", "cpu", "--format", "json"]
     assert cli.run(["bench", *arguments, "-o", str(tmp_path / "sweep.json")]) == code
@@ -182,7 +182,7 @@ def test_peers_are_recorded_without_unsupported_controls(tmp_path, monkeypatch):
             requested[request.strategy] = request.controls or requested.get(request.strategy, False)
             return super().__call__(request, reporter)
 
-    monkeypatch.setattr(sweep, "record", recorder := RequestRecorder({}))
+    monkeypatch.setattr(turns, "record", recorder := RequestRecorder({}))
     base = replace(BASE, controls=True)
     requests = sweep.sweep_requests(base, ["zigzag", "torch-cp"], [1024], ["auto"], {})
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_each_world_size_has_its_own_rows(swept):
 )
 def test_names_and_options_are_checked_before_recording(tmp_path, monkeypatch, changes, message):
     recorder = Recorder({})
-    monkeypatch.setattr(sweep, "record", recorder)
+    monkeypatch.setattr(turns, "record", recorder)
     arguments: dict[str, Any] = {
         "base": BASE,
         "strategies": ["burst"],

@@ -189,18 +189,18 @@ def assert_bounded_time(pattern: re.Pattern[Any], way: str, text: Callable[[int]
 
 
 @pytest.mark.parametrize(
-    ("command", "name", "data"),
+    ("options", "name", "data"),
     [
-        ("report", "some.log", b"Self CUDA\n" * 1000),
-        ("logs", "some.log", b"| a | b |\n" * 1000),
-        ("report", "rank0.json.gz", gzip.compress(b'{"traceEvents": [' + b" " * 100_000)),
-        ("report", "rank0.ringprof", MAGIC + zlib.compress(bytes(100_000))),
+        ([], "some.log", b"Self CUDA\n" * 1000),
+        (["--show", "rows"], "some.log", b"| a | b |\n" * 1000),
+        ([], "rank0.json.gz", gzip.compress(b'{"traceEvents": [' + b" " * 100_000)),
+        ([], "rank0.ringprof", MAGIC + zlib.compress(bytes(100_000))),
     ],
 )
-def test_input_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: Path, capsys: Any) -> None:
+def test_input_limits_have_an_option(options: list[str], name: str, data: bytes, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / name
     path.write_bytes(data)
-    assert cli.run([command, str(path), "--max-bytes", "5000"]) == 2
+    assert cli.run(["report", str(path), *options, "--max-bytes", "5000"]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1 and "--max-bytes" in errors
 

@@ -9,8 +9,9 @@ import pytest
 from ringprof.common.validation import whole
 from ringprof.errors import InputError, UsageError
 from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.measured import read_rows
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.score import check_rows, read_rows
+from ringprof.prediction.score import check_rows
 from ringprof.workload.documents import document_lengths
 
 

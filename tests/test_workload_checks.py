@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from ringprof.analysis.workload_checks import counted_over_needed, workload_fits, workload_problems
 from ringprof.run import Run, Work, read_run, write_run
 from ringprof.workload.workload import Workload
-from ringprof.workload_checks import counted_over_needed, workload_fits, workload_problems
 from tests.analysis.recorded import MS, recorded_run
 
 SEQ, HEADS, HEAD_DIM = 1024, 8, 64
@@ -25,7 +25,7 @@ WORKLOAD = Workload(seq=SEQ, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM)
 def captured(counted: int | None, world_size: int = 4, **changes: Any) -> Run:
     """Make a captured block whose ranks counted ``counted`` FLOPs in total."""
     each = None if counted is None else counted // world_size
-    work = [Work(block_flops=each, block_calls={}, sent=[]) for _ in range(world_size)]
+    work = [Work(block_flops=each, block_calls={}, sent=[])] * world_size
     return recorded_run(world_size, **{"timings": None, "workload": WORKLOAD, "work": work, **changes})
 
 

@@ -15,12 +15,12 @@ from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
 from ringprof.analysis.transfers.hops import EMULATED, HostOfRank
 from ringprof.analysis.transfers.wait_and_wire import LinkClass
+from ringprof.analysis.workload_checks import counted_over_needed, workload_fits, workload_problems
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Notice
 from ringprof.trace.one_run import RUN_WARNINGS, TraceFacts, rank_sort_key, split_recordings
-from ringprof.workload_checks import counted_over_needed, workload_fits, workload_problems
 
 MOST_OF_OTHER = 5
 """Largest number of kernels of kind ``other`` that a report lists."""
@@ -132,7 +132,7 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
 _MOST_LISTED = 8
 
 
-class RunInfo(msgspec.Struct, frozen=True, dict=True):
+class RunInfo(msgspec.Struct, frozen=True):
     """Ranks, hosts and clocks of a run, known before any activity is analysed."""
 
     trace_index: dict[int, int]
@@ -156,25 +156,15 @@ class RunInfo(msgspec.Struct, frozen=True, dict=True):
         """Whether clocks must be fitted before the chosen times apply to every rank."""
         return self.chosen_ns is not None and len(set(self.clock_of.values())) > 1
 
-    def align(self, clocks: Clocks) -> RunInfo:
-        """Return a copy with the offsets that put all ranks' times on one clock."""
-        return msgspec.structs.replace(self, offset_ns=clocks.offset_ns)
-
-    def between_ns(self, rank: int) -> tuple[int, int] | None:
-        """Return the chosen times as Unix times by one rank's clock; None where no times are chosen."""
+    def chosen_by_rank(self) -> dict[int, tuple[int, int]]:
+        """Map every rank to the chosen times as Unix times by its own clock; empty where no times are chosen."""
         if self.chosen_ns is None:
-            return None
-        start = self._earliest_ns - self.offset_ns.get(rank, 0)
-        return start + self.chosen_ns[0], start + self.chosen_ns[1]
-
-    def chosen_by_rank(self) -> dict[int, tuple[int, int] | None]:
-        """Map every rank to the chosen times by its own clock; empty where no times are chosen."""
-        return {rank: self.between_ns(rank) for rank in self.trace_index} if self.chosen_ns else {}
-
-    @cached_property
-    def _earliest_ns(self) -> int:
-        """Earliest start of any rank's trace, on the common clock."""
-        return min((start + self.offset_ns.get(rank, 0) for rank, start in self.starts_ns.items()), default=0)
+            return {}
+        first, last = self.chosen_ns
+        # The earliest start of any rank's trace, on the common clock.
+        earliest = min((start + self.offset_ns.get(rank, 0) for rank, start in self.starts_ns.items()), default=0)
+        starts = {rank: earliest - self.offset_ns.get(rank, 0) for rank in self.trace_index}
+        return {rank: (start + first, start + last) for rank, start in starts.items()}
 
     def missing(self) -> list[Notice]:
         """Return a warning where ranks have no trace; else an empty list."""
@@ -225,7 +215,7 @@ def read_run_info(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: 
                 Notice("left_out", f"the trace {reason}: the rank is left out", rank) for rank in sorted(excluded)
             ]
     if run is not None:
-        warnings += [Notice(problem.code, problem.message) for problem in workload_problems(run)]
+        warnings += workload_problems(run)
     trace_by_rank = {rank: facts[index] for rank, index in trace_index.items()}
     hosts = hosts_of(trace_by_rank, run, ranks_per_host)
     stated_sizes = [trace.world_size for trace in facts if trace.world_size]

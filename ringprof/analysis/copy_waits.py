@@ -22,20 +22,19 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from ringprof.analysis import intervals
 from ringprof.analysis.kinds.kinds import CODE
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.idle import idle_stretches
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.run import Run
-from ringprof.trace.columns import NONE, Int64, among
+from ringprof.trace.columns import NONE, Int64, among, enclosing_rows
 
 _SEND = re.compile(r"ringprof::send/(?P<channel>[^/]+)(/to=(?P<to>[0-9]{1,7}))?")
 SOON_NS = 20_000
 """Longest time in nanoseconds from the end of a copy into a rank to the start of an activity that waited for it."""
 
 
-class CopyHop(msgspec.Struct, frozen=True, gc=False):
+class CopiedHop(msgspec.Struct, frozen=True, gc=False):
     """One hop by the copy engine, from its sender's trace; times by the sender's clock."""
 
     channel: str
@@ -58,7 +57,7 @@ class CopyHop(msgspec.Struct, frozen=True, gc=False):
     """Rank that receives the hop; None where the recording does not state it."""
 
 
-def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopyHop, ...]:
+def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopiedHop, ...]:
     """Return the copy-engine hops in a rank's window, in order of launch."""
     trace, launch = detail.classified.trace, detail.classified.launch
     activities = trace.activities
@@ -72,7 +71,7 @@ def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopyHop, ...]
         return ()
     copies = copies[np.argsort(launch[copies], kind="stable")]
     ranges, calls = trace.annotations, launch[copies]
-    range_of_copy = intervals.enclosing_rows(
+    range_of_copy = enclosing_rows(
         (ranges.start_ns[send_ranges], ranges.end_ns[send_ranges], ranges.thread[send_ranges]),
         trace.launches.start_ns[calls],
         trace.launches.thread[calls],
@@ -80,13 +79,16 @@ def copy_hops(detail: Detail, rank: int, run: Run | None) -> tuple[CopyHop, ...]
     receivers = _recorded_receivers(run, rank)
     posting = _Posting(detail)
     hops, hops_of_channel = [], dict[str, int]()
-    for range_index in dict.fromkeys(range_of_copy[range_of_copy != NONE].tolist()):
-        hop_copies = copies[range_of_copy == range_index]
+    copies_of_range: dict[int, list[int]] = {}
+    for range_index, copy in zip(range_of_copy.tolist(), copies.tolist(), strict=True):
+        copies_of_range.setdefault(range_index, []).append(copy)
+    copies_of_range.pop(NONE, None)
+    for range_index, hop_copies in copies_of_range.items():
         match = matches[int(ranges.name[send_ranges[range_index]])]
         channel = match["channel"]
-        first_copy = int(hop_copies[0])
+        first_copy = hop_copies[0]
         hops.append(
-            CopyHop(
+            CopiedHop(
                 channel=channel,
                 number=hops_of_channel.setdefault(channel, 0),
                 activity=first_copy,
@@ -129,18 +131,18 @@ class _Posting:
         on_device = self._rows.device == detail.device
         known = np.flatnonzero((self._launch != NONE) & on_device)
         self._order = known[np.argsort(self._launch[known], kind="stable")]
-        self._copies = detail.classified.kind == CODE["copy_engine"]
+        self._computing = self._order[detail.classified.kind[self._order] != CODE["copy_engine"]]
+        self._computing_launch = self._launch[self._computing]
         self._latest: dict[int, tuple[Int64, Int64]] = {}
 
     def posted_ns(self, copy: int) -> int:
         """Return the time at which the rank posted the hop whose first copy is activity ``copy``."""
         launch = int(self._launch[copy])
-        before = self._order[: np.searchsorted(self._launch[self._order], launch)]
-        computing = before[~self._copies[before]]
+        computing_before = int(np.searchsorted(self._computing_launch, launch))
         returned = int(self._launches.end_ns[launch])
         streams = {int(self._rows.stream[copy])}
-        if len(computing):
-            streams.add(int(self._rows.stream[computing[-1]]))
+        if computing_before:
+            streams.add(int(self._rows.stream[self._computing[computing_before - 1]]))
         return max([returned, *(self._stream_ended_ns(stream, launch) for stream in streams)])
 
     def _stream_ended_ns(self, stream: int, launch: int) -> int:
@@ -157,8 +159,8 @@ class _Posting:
 
 
 def name_receivers(
-    hops: Mapping[int, Sequence[CopyHop]], hosts: HostOfRank, world_size: int
-) -> dict[int, tuple[CopyHop, ...]]:
+    hops: Mapping[int, Sequence[CopiedHop]], hosts: HostOfRank, world_size: int
+) -> dict[int, tuple[CopiedHop, ...]]:
     """Fill in the receivers that no recording states: the other of two ranks, or the rank on the copies' target device.
 
     The target device identifies a rank only where all ranks of a host number the devices alike. This holds where each
@@ -169,7 +171,7 @@ def name_receivers(
     for rank, device in device_of_rank.items():
         ranks_of_device[hosts.get(rank), device].append(rank)
 
-    def receiver(rank: int, hop: CopyHop) -> int | None:
+    def receiver(rank: int, hop: CopiedHop) -> int | None:
         """Return the receiver of a hop; None where the target device does not identify a rank."""
         if world_size == 2:
             return next((other for other in hops if other != rank), None)
@@ -192,17 +194,17 @@ def name_receivers(
 class CopyPeers(msgspec.Struct, frozen=True):
     """Copy hops of one rank and of the ranks it exchanges with; times by the clock of each hop's sender."""
 
-    sent: tuple[CopyHop, ...] = ()
+    sent: tuple[CopiedHop, ...] = ()
     """Hops that the rank sends."""
-    posted: dict[int, tuple[CopyHop, ...]] = msgspec.field(default_factory=dict)
+    posted: dict[int, tuple[CopiedHop, ...]] = msgspec.field(default_factory=dict)
     """Receiver of the rank's hops -> all hops that the receiver posts."""
-    arriving: dict[int, tuple[CopyHop, ...]] = msgspec.field(default_factory=dict)
+    arriving: dict[int, tuple[CopiedHop, ...]] = msgspec.field(default_factory=dict)
     """Sender of hops to the rank -> its hops that are received here and are matched."""
 
 
-def peers_of_ranks(hops: Mapping[int, Sequence[CopyHop]]) -> dict[int, CopyPeers]:
+def peers_of_ranks(hops: Mapping[int, Sequence[CopiedHop]]) -> dict[int, CopyPeers]:
     """Collect for each rank that posts copy hops its own hops and those of the ranks it exchanges with."""
-    arriving: dict[int, dict[int, list[CopyHop]]] = defaultdict(lambda: defaultdict(list))
+    arriving: dict[int, dict[int, list[CopiedHop]]] = defaultdict(lambda: defaultdict(list))
     count = Counter((rank, hop.channel) for rank, rank_hops in hops.items() for hop in rank_hops)
     for sender, rank_hops in hops.items():
         for hop in rank_hops:
@@ -264,7 +266,7 @@ def blocked_on_peers(
 
 
 def _departure_blocks(
-    hop: CopyHop, start: int, end: int, peers: CopyPeers, offset_ns: Mapping[int, int], rank: int, *, recorded: bool
+    hop: CopiedHop, start: int, end: int, peers: CopyPeers, offset_ns: Mapping[int, int], rank: int, *, recorded: bool
 ) -> list[PeerBlock]:
     """Split the idle time before a rank's own hop into waiting for the receiver and wire time.
 

@@ -16,7 +16,7 @@ from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, OTHER_GROUPS
-from ringprof.analysis.rank import BytesMoved, Detail, ExposedTime, Rank, sum_by_link
+from ringprof.analysis.rank import Detail, ExposedTime, Rank, sum_by_link
 from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import (
     blocked_by_channel,
@@ -41,24 +41,14 @@ from ringprof.errors import TraceFormatError, UsageError
 from ringprof.trace.columns import MEMCPY, NONE, Notice, Trace
 
 
-class Explained(msgspec.Struct, frozen=True):
-    """Analysis of one trace without the other ranks' traces."""
-
-    rank: Rank
-    """Metrics of the rank, without those of communication."""
-    detail: Detail
-    transfers: list[Transfer]
-    warnings: tuple[Notice, ...]
-    in_group: bool
-    """Whether the chosen process group communicates on this rank; true where no group was chosen."""
-    kernels: Sequence[RankKernel] = ()
-    """Device activities by name; empty on CPU."""
-
-
 def explain(
     rank: int, host: str | None, trace: Trace, focus: Focus, between_ns: tuple[int, int] | None = None
-) -> Explained:
-    """Analyse one trace as that of ``rank``; ``between_ns`` are the chosen start and end as Unix times.
+) -> tuple[Rank, Detail, list[Transfer], tuple[Notice, ...], bool, Sequence[RankKernel]]:
+    """Analyse one trace, without the others, as that of ``rank``.
+
+    ``between_ns`` are the chosen start and end as Unix times. Return the rank's metrics without those of communication,
+    its detail, transfers and warnings, whether the chosen process group communicates on this rank (true where none was
+    chosen), and the device activities by name (empty on CPU).
 
     Raises `TraceFormatError` where the trace holds nothing to analyse, `UsageError` where it lacks a chosen range.
     """
@@ -69,13 +59,13 @@ def explain(
         warnings.append(Notice("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
     in_group = True
     if focus.group is not None:
-        selection = groups.keep_group(classified, focus.group)
-        if selection.unknown:
-            warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, selection.unknown))
-        classified, in_group = selection.classified, selection.in_group
+        classified, in_group, unknown = groups.keep_group(classified, focus.group)
+        if unknown:
+            warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, unknown))
     window = msgspec.structs.replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
-        return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), in_group)
+        metrics, detail = _explain_cpu(rank, host, classified, window, warnings)
+        return metrics, detail, [], tuple(warnings), in_group, ()
     if not len(trace.activities.start_ns):
         raise TraceFormatError(f"{trace.path}: the trace holds no GPU activity and no CPU operator: nothing to report")
     if window.source == "trace" and window.marked:
@@ -130,15 +120,13 @@ def explain(
         launches=launch_statistics(classified, rows),
         producer=trace.producer,
         one_by_one=launched_one_by_one(classified, rows),
-        bytes_moved=BytesMoved(
-            total([transfer.sent_bytes for transfer in transfers]),
-            None if np.any(sizes == NONE) else int(sizes.sum()),
-        ),
+        sent_bytes=total([transfer.sent_bytes for transfer in transfers]),
+        from_host_bytes=None if np.any(sizes == NONE) else int(sizes.sum()),
         part_work=device_work(classified, rows),
         products=device_products(classified, rows),
     )
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
-    return Explained(metrics, detail, transfers, tuple(warnings), in_group, kernels)
+    return metrics, detail, transfers, tuple(warnings), in_group, kernels
 
 
 def _launched_before(rows: TimedActivities, rank: int) -> Notice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ringprof.trace.columns import NONE, Int64
+from ringprof.trace.columns import Int64
 
 
 class Spans(msgspec.Struct, frozen=True):
@@ -98,24 +98,3 @@ def _pieces_in(a: Spans, b: Spans, *, wanted_in_b: bool) -> Spans:
     start, end = edges[:-1], edges[1:]
     keep = contains(a, start) & (contains(b, start) == wanted_in_b)
     return union(start[keep], end[keep])
-
-
-def enclosing_rows(rows: tuple[Int64, Int64, Int64], points_ns: Int64, thread: Int64) -> Int64:
-    """Return the row that contains each point on its thread, or `NONE`.
-
-    ``rows`` are start, end and thread of intervals that are disjoint on each thread, in any order.
-    """
-    start, end, row_thread = rows
-    threads, times = np.append(row_thread, thread), np.append(start, points_ns)
-    is_point = np.arange(len(times)) >= len(start)
-    order = np.lexsort((is_point, times, threads))
-    # Position of the last interval that begins at or before each position in this order.
-    last_start = np.maximum.accumulate(np.where(is_point[order], NONE, np.arange(len(order))))
-    row_before = np.full(len(times), NONE, np.int64)
-    row_before[order] = np.where(last_start == NONE, NONE, order[last_start])
-    row = row_before[len(start) :]
-    is_inside = row != NONE
-    is_inside[is_inside] = (row_thread[row[is_inside]] == thread[is_inside]) & (
-        points_ns[is_inside] < end[row[is_inside]]
-    )
-    return np.where(is_inside, row, NONE)

@@ -90,15 +90,6 @@ class ExposedTime(msgspec.Struct, frozen=True):
     """Peer -> time that this rank's communication waited for it, hidden or exposed: until the last partner begins."""
 
 
-class BytesMoved(msgspec.Struct, frozen=True):
-    """Bytes that one rank's device moved in the window; None where the size of a message or copy is not recorded."""
-
-    sent_bytes: int | None = None
-    """Bytes that the rank sent in communication."""
-    from_host_bytes: int | None = None
-    """Bytes copied from host memory to the device."""
-
-
 @dataclass(frozen=True)
 class Rank:
     """Metrics of one rank over all profiled iterations."""
@@ -153,7 +144,10 @@ class Rank:
     left_out_comm_ns: int = 0
     """Time of the communication in the trace that is not counted: outside of the window, on another device, or of
     other groups."""
-    bytes_moved: BytesMoved = field(default_factory=BytesMoved)
+    sent_bytes: int | None = None
+    """Bytes that the rank sent in communication in the window; None where the size of a message is not recorded."""
+    from_host_bytes: int | None = None
+    """Bytes copied from host memory to the device in the window; None where the size of a copy is not recorded."""
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
     """Function that returns the detail of a rank: from memory if all ranks' details fit, else computed again."""
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from ringprof.cli.kernel_rates import rate_options, rates_text
-from ringprof.cli.options import Advanced, Command, options_set
+from ringprof.cli.options import Advanced, Command, OneOf, all_of, options_set, refuse_unused
 from ringprof.cli.progress import show_progress
-from ringprof.cli.values import ListOf, Number, Tokens, refuse_missing_module
+from ringprof.cli.values import ListOf, Number, Tokens, Whole, refuse_missing_module
 from ringprof.cli.write import OutputFile, formats, print_or_write, refuse_unwritable, say, text_style
 from ringprof.common.files import write_atomically
+from ringprof.common.json_object import JsonObject, json_text
 from ringprof.errors import UsageError, nearest
+from ringprof.iteration.request import DTYPES
 from ringprof.prediction.calibration import (
     OPTIONAL_SHARES,
     PART_SHARES,
@@ -36,10 +37,31 @@ from ringprof.prediction.query import find_run
 from ringprof.prediction.text import calibration_text
 from ringprof.proof.launch import load_function
 from ringprof.ranks.launcher import launcher_rank
+from ringprof.report.tables import Column, Table
 from ringprof.report.text import clean, shell_words
+from ringprof.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from ringprof.prediction.measured_rates import MaskRate
 
 _OUTPUT = "machine.json"
 """File that is written if the command line names none."""
+
+
+_rate_options = all_of(
+    click.option("--seq", cls=Advanced, type=Tokens(),
+                 help="With --rates: length in tokens.  [default: 16384 on GPU, 512 on CPU]"),
+    click.option("--heads", cls=Advanced, default=16, show_default=True, type=Whole(min=1),
+                 help="With --rates: query heads."),
+    click.option("--kv-heads", cls=Advanced, type=Whole(min=1),
+                 help="With --rates: key and value heads.  [default: --heads]"),
+    click.option("--head-dim", cls=Advanced, default=128, show_default=True, type=Whole(min=1),
+                 help="With --rates: head size."),
+    click.option("--dtype", cls=Advanced, type=OneOf(list(DTYPES)), default="bf16", show_default=True,
+                 help="With --rates: data type of the inputs."),
+    click.option("--device", cls=Advanced, type=OneOf(["auto", "cuda", "cpu"]), default="auto", show_default=True,
+                 help="With --rates: device."),
+)  # fmt: skip
 
 
 @click.command("calibrate", cls=Command)
@@ -62,7 +84,7 @@ _OUTPUT = "machine.json"
               help="With --model: tokens per GPU, separated by commas.")  # fmt: skip
 @click.option("--rates", is_flag=True,
               help="Instead of a calibration, time every kernel on every mask, on one GPU or CPU.")  # fmt: skip
-@rate_options(cls=Advanced)
+@_rate_options
 @formats("json", cls=Advanced)
 def command(
     runs: tuple[str, ...], output: str | None, name: str | None, base: str | None, kernels: str | None,
@@ -89,13 +111,12 @@ def command(
     if unused:
         raise UsageError(f"{unused}: {'not with' if rates else 'goes with'} --rates")
     if model:
-        for option in ("runs", "kernels", "parts", "seconds"):
-            if option in others:
-                raise UsageError(f"{others[option]}: not with --model, which measures layers alone")
-    elif "tokens" in others:
-        raise UsageError("--tokens goes with --model")
+        words = ": not with --model, which measures layers alone"
+        refuse_unused(words, unused=("runs", "kernels", "parts", "seconds"))
+    else:
+        refuse_unused(" goes with --model", unused=("tokens",))
     if rates:
-        print_or_write(rates_text(form, output, **sizes), output)
+        print_or_write(_rates_text(form, output, **sizes), output)
         return
     path = Path(output or _OUTPUT)
     if runs:
@@ -196,3 +217,53 @@ def _split_names(text: str, known: Collection[str], option: str) -> list[str]:
 
 def _save(calibration: Calibration, name: str | None, path: Path) -> None:
     write_atomically(path, calibration_json(msgspec.structs.replace(calibration, name=name or calibration.name)))
+
+
+# --- rates of all kernels -----------------------------------------------------------------------------
+
+
+def _rates_text(
+    form: str, output: str | None, *, seq: int | None, heads: int, kv_heads: int | None, head_dim: int, dtype: str,
+    device: str,
+) -> str:  # fmt: skip
+    """Measure all kernels and format their rates. Raises `UsageError` for a device that is not available."""
+    with show_progress("kernels") as notify:
+        import torch
+
+        from ringprof.iteration.resolve import resolve_device
+        from ringprof.prediction.measured_rates import kernel_rates
+        from ringprof.ranks.machine import device_name
+
+        target = torch.device(resolve_device(device), *([0] if resolve_device(device) == "cuda" else []))
+        seq = seq or (16384 if target.type == "cuda" else 512)
+        workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, dtype=dtype)
+        rates = list(kernel_rates(workload, target, notify))
+    if form == "json":
+        setting = {"device": device_name(target), "device_type": target.type, "workload": workload}
+        return json_text({"schema": "ringprof.kernel-rates/1", **setting, "rates": rates})
+    on_cpu = target.type == "cpu"
+    reasons = dict.fromkeys((rate.kernel, rate.reason) for rate in rates)
+    lines = [
+        f"{'GFLOP/s' if on_cpu else 'TFLOP/s'} of one call, forward and backward, on {device_name(target)}"
+        + (": a CPU, which says nothing of a GPU" if on_cpu else ""),
+        f"{seq} tokens, {workload.heads_in_words()}, {dtype}; by each mask's exact area; softcap is causal",
+        "",
+        _table(rates, 1e3 if on_cpu else 1.0).text(text_style(output)),
+        *(f"{name}: {reason}" for name, reason in reasons if reason),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rates: Iterable[MaskRate], factor: float) -> Table:
+    """Build a table with one row per usable kernel and two columns, forward and backward, per mask."""
+    by_kernel: dict[str, JsonObject] = {}
+    for rate in rates:
+        by_kernel.setdefault(rate.kernel, {})[rate.mask] = rate
+    masks = list(next(iter(by_kernel.values())))
+    columns = [Column(f"{mask if way == 'fwd' else ''}\n{way}", "rate") for mask in masks for way in ("fwd", "bwd")]
+    rows = []
+    for kernel, by_mask in by_kernel.items():
+        if any(rate.reason is None for rate in by_mask.values()):
+            tflops = (value for rate in by_mask.values() for value in (rate.forward_tflops, rate.backward_tflops))
+            rows.append([kernel, *(value and value * factor for value in tflops)])
+    return Table("", (Column("kernel"), *columns), rows)

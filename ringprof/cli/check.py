@@ -8,7 +8,7 @@ from typing import Any
 import click
 from msgspec.structs import asdict
 
-from ringprof.cli.options import Command, OneOf, options_set
+from ringprof.cli.options import Command, OneOf, refuse_unused
 from ringprof.cli.progress import show_progress
 from ringprof.cli.recording import mask_of, masks, on_ranks, run_on_ranks, workload_options
 from ringprof.cli.values import Tokens, refuse_missing_module
@@ -16,8 +16,7 @@ from ringprof.cli.write import formats, text_style
 from ringprof.common.json_object import json_text
 from ringprof.errors import UsageError
 from ringprof.proof.launch import run_check
-from ringprof.proof.model_result import ModelCheck, ModelRequest
-from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.proof.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest, ModelCheck
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 
 _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
@@ -34,7 +33,6 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe", *LAYOUT_ALIASES)
 @workload_options(heads=None, head_dim=64)
 @on_ranks
 @click.option("--softmax-scale", type=float, help="Scale that the attention applies.  [default: 1/sqrt(head_dim)]")
-@click.option("--forward-only", is_flag=True, help="Do not check gradients.")
 @click.option("--tensor-format", type=OneOf(TENSOR_FORMATS), default="bshd", show_default=True,
               help="Order of batch, sequence, heads and head_dim in q, k, v and the output.")  # fmt: skip
 @click.option("--calls", default=CALLS, show_default=True,
@@ -63,7 +61,7 @@ def command(**options: Any) -> int:
     """
     form = options.pop("form")
     if options.pop("of_model"):
-        return _check(ModelRequest(**_model_options(options)), form)
+        return _check(CheckRequest(of_model=True, **_model_options(options)), form)
     if options["layout"] is None:
         raise UsageError(
             "--layout is missing: which tokens each rank holds, such as zigzag (--model finds it by itself)"
@@ -79,13 +77,12 @@ def command(**options: Any) -> int:
 def _model_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a check of a model. Raises `UsageError` where an option of an attention is set."""
     kept = ("target", "device", "world", "time_limit")
-    for name, shown in options_set().items():
-        if name in options and name not in kept:
-            raise UsageError(f"{shown}: not with --model, whose function brings its own batch and mask")
+    words = ": not with --model, whose function brings its own batch and mask"
+    refuse_unused(words, used=(*kept, "form", "of_model"))
     return {name: options[name] for name in kept}
 
 
-def _check(request: CheckRequest | ModelRequest, form: str) -> int:
+def _check(request: CheckRequest, form: str) -> int:
     """Run the check on own ranks, or as one rank of a launcher; print the result and return the exit code."""
     refuse_missing_module(request.target)
 

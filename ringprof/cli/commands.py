@@ -21,28 +21,22 @@ from ringprof.errors import RingprofError, UsageError, install_command, nearest
 
 GROUPS = {
     "Analyze": {
-        "report": "Show where the time of a run or trace went.",
-        "compare": "Compare runs, traces, kernel tables and benchmark logs.",
+        "report": "Show where the time of a run, trace or log went.",
+        "compare": "Compare runs, traces and logs, or score a saved prediction.",
         "plot": "Draw a plot as PNG, SVG or PDF.",
         "export": "Merge all ranks into one trace for Perfetto.",
-        "logs": "Read benchmark logs into one table and audit them.",
     },
     "Record": {
         "record": "Run a strategy, check it, time it and profile it.",
-        "bench": "Record every combination of strategies, lengths and kernels.",
+        "bench": "Record many strategies: each once, or in turns until one is faster.",
         "check": "Compare a distributed attention with dense attention.",
         "calibrate": "Measure a machine, to predict runs on it.",
     },
     "Plan": {
-        "predict": "Predict the performance of a run on a given cluster.",
-        "advise": "Recommend a strategy and its degrees for a given cluster.",
-        "tune": "Record the best predicted choices in turns until one is faster.",
-        "settle": "Score a saved prediction against measurements.",
-        "what-if": "Replay a recorded run with changes, such as faster links.",
-        "balance": "Compare the load balance of layouts for packed documents.",
+        "predict": "Predict a run on a given cluster, or replay one with changes.",
+        "advise": "Recommend a strategy for a cluster, or compare load balance.",
     },
     "List": {
-        "runs": "List the runs of a folder.",
         "strategies": "List the strategies, or the parameters of one strategy.",
         "kernels": "List the attention kernels and their features.",
     },
@@ -50,6 +44,11 @@ GROUPS = {
 """Help line of each command by its name, by the heading under which ``--help`` lists it."""
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 """Help line of each command by its name; the module of that name defines it as ``command``."""
+_FORMER_COMMANDS = {
+    "logs": "report FILE...", "runs": "report FOLDER", "settle": "compare FORECAST MEASURED...",
+    "tune": "bench --until-decided", "what-if": "predict --replay RUN", "balance": "advise without --machine",
+}  # fmt: skip
+"""Command line that does the work of a former command, by the name of that command."""
 
 
 class _Fish(FishComplete):
@@ -90,7 +89,7 @@ class _LazyCommands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return _OWN_COMMANDS.get(cmd_name)
-        module = f"ringprof.cli.{cmd_name.replace('-', '_')}"
+        module = f"ringprof.cli.{cmd_name}"
         with nullcontext() if module in sys.modules else _quick_start():
             command: click.Command = import_module(module).command
         return command
@@ -109,14 +108,17 @@ class _LazyCommands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in COMMANDS and name not in _OWN_COMMANDS and _is_path(name):
+        if name not in {*COMMANDS, *_OWN_COMMANDS, *_FORMER_COMMANDS} and _is_path(name):
             args = ["report", *args]
         elif not name.startswith("-"):
             self.refuse_unknown(name)
         return super().resolve_command(ctx, args)
 
     def refuse_unknown(self, name: str) -> None:
-        """Raise `click.UsageError` for the name of no command, with the nearest one."""
+        """Raise an error for the name of no command, with the nearest one or the one that took its place."""
+        if name in _FORMER_COMMANDS:
+            path = f" (the path: ringprof report ./{name})" if os.path.exists(name) else ""
+            raise UsageError(f"{name} is now: ringprof {_FORMER_COMMANDS[name]}{path}")
         if name not in COMMANDS and name not in _OWN_COMMANDS:
             raise click.UsageError(
                 f"no command {name!r}{nearest(name, [*COMMANDS, *_OWN_COMMANDS])}; there are: {', '.join(COMMANDS)}"
@@ -170,15 +172,9 @@ def _quick_start() -> Iterator[None]:
         gc.enable()
 
 
-_FORMER_NAMES = {"hosts": "nodes", "gpus-per-host": "gpus-per-node", "ranks-per-host": "ranks-per-node"}
-"""Names of options by their former names, which still work."""
-
-
 @click.group(
     cls=_LazyCommands, invoke_without_command=True,
-    context_settings={
-        "help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: _FORMER_NAMES.get(name, name)
-    },
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="`ringprof PATH` is `ringprof report PATH`; `ringprof help COMMAND` is `ringprof COMMAND --help`.",
 )  # fmt: skip
 @click.version_option(__version__, prog_name="ringprof")
@@ -238,8 +234,15 @@ _RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--
 """Options of other launchers for the number of ranks."""
 
 
-_NUMBERS = {"float(?: range)?": "a number", "integer(?: range)?": "a whole number"}
-"""Words for what click calls a valid float range and the like."""
+_FORMER_OPTIONS = {
+    "--hosts": "nodes", "--gpus-per-host": "gpus-per-node", "--ranks-per-host": "ranks-per-node", "--check": "against",
+}  # fmt: skip
+"""Options by their former names."""
+_NUMBERS = {
+    r"is not a valid (?:float|number)\.": "is not a number", r"is not a valid integer\.": "is not a whole number",
+    r"is not in the range (.*)\.": r"is not \1",
+}  # fmt: skip
+"""Words for what click says of a number that it refuses."""
 
 
 def _usage_message(error: click.ClickException) -> str:
@@ -250,18 +253,23 @@ def _usage_message(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption) and (meant := _meant_option(error.option_name, error.ctx.command)):
         return f"{error.message} ({meant}; {help_line})"
     message = error.format_message()
-    for types, meaning in _NUMBERS.items():
-        message = re.sub(f"is not a valid {types}\\.", f"is not {meaning}", message)
+    for pattern, words in _NUMBERS.items():
+        message = re.sub(pattern, words, message)
     return f"{message} ({help_line})"
 
 
 def _meant_option(name: str, command: click.Command) -> str:
-    """Return what to write for an option of other programs: the number of ranks, or an output format."""
+    """Return what to write for an option of other programs or of earlier versions."""
     name = name.partition("=")[0]
     options = {option.name: option for option in command.params}
     formats = options["form"].type if "form" in options else None
     if isinstance(formats, click.Choice) and name[2:] in formats.choices:
         return f"use --format {name[2:]}"
+    if any(f"--{_FORMER_OPTIONS.get(name)}" in option.opts for option in command.params):
+        return f"now --{_FORMER_OPTIONS[name]}"
+    show = next((option for option in command.params if option.name == "show"), None)
+    if show is not None and name[2:] in show.type.kind.choices:  # type: ignore[attr-defined]
+        return f"now --show {name[2:]}"
     return "--world sets the number of ranks" if name in _RANKS and "world" in options else ""
 
 

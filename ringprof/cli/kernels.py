@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ringprof.cli.kernel_rates import rate_options, rates_text
 from ringprof.cli.options import Command
 from ringprof.cli.progress import show_progress
-from ringprof.cli.write import formats, print_or_write, say, text_style, to_file
+from ringprof.cli.write import formats, print_or_write, text_style, to_file
 from ringprof.common.json_object import JsonObject, rows_json
 from ringprof.report.tables import Column, Table
 from ringprof.scale.workers import Notify
@@ -36,16 +35,14 @@ _FEATURES: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
 
 
 @click.command("kernels", cls=Command)
-@click.option("--measure", is_flag=True, hidden=True)
 @click.option(
     "--prove",
     is_flag=True,
     help="Prove the installed kernels first (not flex on a GPU): heads of 64 to 256, each kind of mask.",
 )
-@rate_options(hidden=True)
 @formats("json")
 @to_file
-def command(*, measure: bool, prove: bool, form: str, output: str | None, **sizes: Any) -> None:
+def command(form: str, output: str | None, *, prove: bool) -> None:
     """List the attention kernels that `record --kernel` accepts, with their features, installed or not.
 
     Windows: supports sliding windows. Documents: computes packed documents in one call, or in one call each. Delta:
@@ -53,10 +50,6 @@ def command(*, measure: bool, prove: bool, form: str, output: str | None, **size
     signatures but are untested. Proofs: how many blocks the installed build has computed right, compared with float64
     at their first use. `ringprof calibrate --rates` measures how fast each is here.
     """
-    if measure:
-        say("ringprof: kernels --measure is now calibrate --rates, and will go with the next release")
-        print_or_write(rates_text(form, output, **sizes), output)
-        return
     with show_progress("loading torch") as notify:
         import torch
 

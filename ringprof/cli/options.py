@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from ringprof.errors import nearest
+from ringprof.errors import UsageError, nearest
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -32,6 +32,16 @@ def options_set() -> dict[str, str]:
         for option in context.command.params
         if option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
     }
+
+
+def refuse_unused(words: str, *, used: Container[str] | None = None, unused: Container[str] = ()) -> None:
+    """Raise `UsageError` for the first option on the command line that is in ``unused``, or not in ``used``.
+
+    ``words`` follow the option in the message.
+    """
+    for name, shown in options_set().items():
+        if name in unused or (used is not None and name not in used):
+            raise UsageError(f"{shown}{words}")
 
 
 class Advanced(click.Option):

@@ -12,7 +12,7 @@ import click
 
 from ringprof.cli.options import Command, OneOf
 from ringprof.cli.progress import show_progress
-from ringprof.cli.reading import reads_traces
+from ringprof.cli.reading import reads_traces, refuse_unread
 from ringprof.cli.write import OutputFile, written
 from ringprof.errors import UsageError
 from ringprof.report import plots
@@ -76,7 +76,9 @@ def _matplotlib() -> Any:
 
 def _draw(kind: str, paths: tuple[str, ...], reading: LoadOptions) -> Axes:
     if kind in OF_SEVERAL:
-        return compare(*paths, reading=reading).plot(kind)
+        comparison = compare(*paths, reading=reading)
+        refuse_unread(entry.source for entry in comparison.entries)
+        return comparison.plot(kind)
     analysis = load_any(paths, reading)
     if not isinstance(analysis, Analysis):
         raise UsageError(f"plot {kind}: a printed table has no such plot: give a run or traces")

@@ -28,6 +28,7 @@ from ringprof.cli.values import (
     ListOf,
     StrategyName,
     Tokens,
+    Whole,
 )
 from ringprof.common.json_object import Options
 from ringprof.errors import RecordError
@@ -47,14 +48,13 @@ from ringprof.run import Run
 )
 @recurrences
 @phases
-@click.option("--cp-sizes", cls=Advanced, type=ListOf(click.IntRange(min=1)), metavar="N,N,...",
+@click.option("--cp-sizes", cls=Advanced, type=ListOf(Whole(min=1)), metavar="N,N,...",
               help="Dynamic context parallelism: an iteration has one step per size N, in which each group of N ranks"
               " shares one sequence. All sequences of a step together have --seq tokens.")  # fmt: skip
 @masks
 @layers
 @scores_and_heads
 @records
-@click.option("--forward-only", is_flag=True, help="Skip the backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="Parameter of the strategy (see `ringprof strategies NAME`); repeatable.")  # fmt: skip
 @click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),

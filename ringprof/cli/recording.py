@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 
 from ringprof.cli.options import Advanced, Decorator, OneOf, all_of
-from ringprof.cli.values import FOR_RECURRENCES, ListOf, Number, Tokens
+from ringprof.cli.values import FOR_RECURRENCES, ListOf, Number, Tokens, Whole
 from ringprof.cli.write import say
 from ringprof.common.json_object import JsonObject, Options
 from ringprof.common.validation import refuse_below_one
@@ -38,18 +38,19 @@ def workload_options(*, heads: int | None = 40, head_dim: int = 128) -> Decorato
     """
     checks = heads is None
     return all_of(
-        click.option("--batch", type=click.IntRange(min=1), default=None if checks else 1,
+        click.option("--batch", type=Whole(min=1), default=None if checks else 1,
                      show_default=str(BATCH) if checks else True, help="Batch size."),
-        click.option("--heads", type=click.IntRange(min=1), default=heads,
+        click.option("--heads", type=Whole(min=1), default=heads,
                      show_default=str(HEADS) if checks else True, help="Number of query heads."),
-        click.option("--kv-heads", type=click.IntRange(min=1),
+        click.option("--kv-heads", type=Whole(min=1),
                      help="Number of key and value heads (grouped-query attention)."
                      f"  [default: {f'{KV_HEADS}, or --heads if set' if checks else '--heads'}]"),
-        click.option("--head-dim", type=click.IntRange(min=1), default=head_dim, show_default=True,
+        click.option("--head-dim", type=Whole(min=1), default=head_dim, show_default=True,
                      help="Head size."),
         click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask or full attention."),
         click.option("--dtype", type=OneOf(list(DTYPES)), default="bf16", show_default=True,
                      help="Data type of the inputs."),
+        click.option("--forward-only", is_flag=True, help="Skip the backward pass."),
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ recurrences = all_of(
                  " Mamba-2, gated linear attention with one decay per head (simple-gla) or per key channel (gla). For a"
                  " recurrence, `ringprof strategies` lists the strategies; --heads counts the heads of values,"
                  " --kv-heads those of queries and keys; --head-dim is the size of a key, --v-head-dim of a value."),
-    click.option("--conv-width", cls=Advanced, type=click.IntRange(min=1),
+    click.option("--conv-width", cls=Advanced, type=Whole(min=1),
                  help="Width in tokens of the causal convolution before the recurrence.  [default: no convolution]"),
 )  # fmt: skip
 """Decorator that adds the options of linear recurrences."""
@@ -114,7 +115,7 @@ layers = all_of(
     click.option("--layer", cls=Advanced, type=OneOf(["ddp", "fsdp2"]),
                  help="Run whole transformer layers, with their gradients reduced by DDP or FSDP2."),
     click.option("--layers", cls=Advanced, type=int,
-                 help="With --layer: number of layers, or of repetitions of --pattern.  [default: 1]"),
+                 help="With --layer: number of layers, a multiple of those of --pattern.  [default: 1; one pattern]"),
     click.option("--pattern", cls=Advanced, type=ListOf(OneOf(OPERATORS)), metavar="OPERATOR,...",
                  help="With --layer: operators of a hybrid model's layers, such as gdn,gdn,gdn,attention. --strategy"
                  " computes the attention and must have the contiguous layout."),
@@ -129,7 +130,7 @@ layers = all_of(
 """Decorator that adds the options of whole layers."""
 
 scores_and_heads = all_of(
-    click.option("--v-head-dim", cls=Advanced, type=click.IntRange(min=1),
+    click.option("--v-head-dim", cls=Advanced, type=Whole(min=1),
                  help="Head size of v, if it is smaller than --head-dim (MLA); with a recurrence, if it differs."),
     click.option("--softcap", cls=Advanced, type=Number(min=0, min_open=True, max=1e9),
                  help="Soft cap on the scores: s becomes softcap * tanh(s / softcap)."),
@@ -168,7 +169,11 @@ def layer_of(options: Options) -> JsonObject:
         parallel=options["layer"], mlp_size=mlp_size or -(-8 * hidden // 3 // 256) * 256,
         checkpoint=bool(options.get("checkpoint")), pattern=pattern or None, recurrent_strategy=strategy,
     )  # fmt: skip
-    return {"layer": layer, "layers": (layers or 1) * len(pattern or (1,))}
+    size = len(pattern or (1,))
+    count = layers or size
+    if count % size:
+        raise UsageError(f"--layers {count} is not a multiple of the {size} layers of --pattern")
+    return {"layer": layer, "layers": count}
 
 
 def request_of(options: Options, *, seq: int, strategy: str, backward: bool = True, **others: Any) -> RecordRequest:

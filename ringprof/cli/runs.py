@@ -1,21 +1,24 @@
-"""``ringprof runs``: list the runs of a folder, one line each."""
+"""List of the runs of a folder, one line each, which ``ringprof report`` prints before the newest one's report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import click
-
-from ringprof.cli.write import formats, print_or_write, say, text_style, to_file
-from ringprof.common.json_object import JsonObject, rows_json
+from ringprof.cli.write import say
+from ringprof.common.json_object import JsonObject
 from ringprof.errors import InputError
 from ringprof.report.tables import Column, Table
-from ringprof.report.text import clean, csv_text, duration, rate
+from ringprof.report.text import TextStyle, clean, csv_text, duration, rate
 from ringprof.run import Run, read_run
+from ringprof.trace.inputs import GROUP_FOLDER
 
-_FIELDS = (
+if TYPE_CHECKING:
+    import pandas as pd
+
+RUN_COLUMNS = (
     "path", "created", "strategy", "seq", "world_size", "ranks_per_host", "kernel", "dtype", "iteration_ms", "tflops",
     "verified",
 )  # fmt: skip
@@ -27,42 +30,43 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@click.command(name="runs")
-@click.argument("folders", nargs=-1, type=click.Path(), metavar="[FOLDER]...")
-@formats("json", "csv")
-@to_file
-def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
-    """List the runs in FOLDER (default: traces/), the newest first.
+def list_runs(folders: Sequence[str]) -> list[JsonObject] | None:
+    """List the runs one level below the folders, the newest first; None if a path is not a folder of runs.
 
-    \b
-    ringprof runs
-    ringprof runs traces/bench --format csv
+    A folder of the groups of one job (`GROUP_FOLDER`) holds one run. A run that cannot be read is left out with a
+    message. Raises `InputError` where none can be read.
     """
-    runs = {str(path.parent): _read(path) for path in _run_files(folders or ("traces",))}
-    if not runs:
-        raise InputError(f"{' '.join(folders) or 'traces'}: no runs here (folders that hold a run.json)")
+    paths = [sorted(Path(folder).glob("*/run.json")) if os.path.isdir(folder) else [] for folder in folders]
+    files = [path for of_folder in paths for path in of_folder]
+    if not all(paths) or all(GROUP_FOLDER.fullmatch(path.parent.name) for path in files):
+        return None
+    runs = {str(path.parent): _read(path) for path in files}
     rows = [_fields(path, run) for path, run in runs.items() if isinstance(run, Run)]
-    rows.sort(key=lambda row: row["created"], reverse=True)
-    if form == "json":
-        text = rows_json("ringprof.runs/1", rows)
-    elif form == "csv":
-        text = csv_text(_FIELDS, ([row[name] for name in _FIELDS] for row in rows))
-    else:
-        text = Table("", _COLUMNS, [_cells(row) for row in rows]).text(text_style(output)) + "\n"
-    print_or_write(text, output)
-    for problem in runs.values():
-        if isinstance(problem, InputError):
-            say(f"ringprof: left out: {problem}")
-    return 0
+    problems = [problem for problem in runs.values() if isinstance(problem, InputError)]
+    if not rows:
+        raise problems[0]
+    for problem in problems:
+        say(f"ringprof: left out: {problem}")
+    return sorted(rows, key=lambda row: row["created"], reverse=True)
 
 
-def _run_files(folders: Sequence[str]) -> Iterator[Path]:
-    """Yield the ``run.json`` of each run in the folders; a folder may be a run itself."""
-    for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise InputError(f"{folder}: no such folder")
-        # Next to the folders of runs, traces/run.json is a copy for the newest run, so it is skipped.
-        yield from sorted(folder.glob("*/run.json")) or filter(Path.is_file, [folder / "run.json"])
+def runs_csv(rows: Sequence[JsonObject]) -> str:
+    """Format a list of runs as CSV with a header."""
+    return csv_text(RUN_COLUMNS, ([row[name] for name in RUN_COLUMNS] for row in rows))
+
+
+def runs_frame(rows: Sequence[JsonObject]) -> pd.DataFrame:
+    """Return a list of runs as a data frame."""
+    import pandas as pd
+
+    return pd.DataFrame(list(rows), columns=list(RUN_COLUMNS))
+
+
+def runs_text(rows: Sequence[JsonObject], style: TextStyle) -> str:
+    """Format a list of runs as a table, and say which is the newest."""
+    newest = f"the newest of these {len(rows)} runs" if len(rows) > 1 else "the only run here"
+    table = Table("", _COLUMNS, [_cells(row) for row in rows]).text(style)
+    return f"{table}\n\n{newest}: {clean(rows[0]['path'])}\n\n"
 
 
 def _read(path: Path) -> Run | InputError:
@@ -73,7 +77,7 @@ def _read(path: Path) -> Run | InputError:
 
 
 def _fields(path: str, run: Run) -> JsonObject:
-    """Collect the values of one run by the names of `_FIELDS`."""
+    """Collect the values of one run by the names of `RUN_COLUMNS`."""
     time_ns = run.timings.median_ns() if run.timings else None
     work, size = run.workload, run.topology.world_size
     values = (
@@ -82,7 +86,7 @@ def _fields(path: str, run: Run) -> JsonObject:
         time_ns / 1e6 if time_ns else None, run.tflops(time_ns),
         run.verification.passed if run.verification else None,
     )  # fmt: skip
-    return dict(zip(_FIELDS, values, strict=True))
+    return dict(zip(RUN_COLUMNS, values, strict=True))
 
 
 def _cells(row: JsonObject) -> list[Any]:

@@ -43,8 +43,30 @@ class Tokens(click.ParamType):  # type: ignore[type-arg]
         return int(match[1]) * FACTORS[match[2].lower()]
 
 
+def _in_words(kind: click.IntRange | click.FloatRange) -> str:
+    """Return the range of a number as ``--help`` and errors show it, such as ``at least 1``."""
+    if kind.min is not None and kind.max is not None and not kind.min_open:
+        return f"from {kind.min:,.10g} to {kind.max:,.10g}"
+    limits = [f"{'above' if kind.min_open else 'at least'} {kind.min:,.10g}"] if kind.min is not None else []
+    return " and ".join([*limits, *([f"at most {kind.max:,.10g}"] if kind.max is not None else [])])
+
+
+class Whole(click.IntRange):
+    """Whole number in a range."""
+
+    name = "integer"
+
+    def _describe_range(self) -> str:
+        return _in_words(self)
+
+
 class Number(click.FloatRange):
     """Finite number in a range; click itself accepts NaN in every range, and infinity."""
+
+    name = "number"
+
+    def _describe_range(self) -> str:
+        return _in_words(self)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)

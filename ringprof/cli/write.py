@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from ringprof.cli.options import Advanced, OneOf
+from ringprof.cli.values import Whole
 from ringprof.common.files import replacing
 from ringprof.errors import InputError
 from ringprof.report.text import TextStyle, printable
@@ -53,7 +54,7 @@ def _not_written(path: str | Path, error: OSError) -> InputError:
 to_file = click.option("-o", "--output", type=OutputFile(), help="Write to this file instead of the terminal.")
 
 with_width = click.option(
-    "--width", cls=Advanced, type=click.IntRange(min=NARROWEST),
+    "--width", cls=Advanced, type=Whole(min=NARROWEST),
     help="Output width in columns.  [default: the terminal's]",
 )  # fmt: skip
 

@@ -33,19 +33,15 @@ def open_binary(name: str) -> BinaryIO:
     """Open a regular file for reading. Raises `InputError` if it cannot be opened or is not regular, such as a pipe."""
     with _as_input_error(name):
         if not is_url(name):
-            return _open_regular(name)
+            # Non-blocking, since opening a pipe that nobody writes to would block.
+            raw = _Local(name, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
+            file = io.BufferedReader(raw)
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                file.close()
+                raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
+            return file
         system, path = _system_of(name)
         return cast(BinaryIO, io.BufferedReader(_Remote(name, system.open(path, "rb"))))
-
-
-def _open_regular(name: str) -> BinaryIO:
-    # Non-blocking, since opening a pipe that nobody writes to would block.
-    raw = _Local(name, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
-    file = io.BufferedReader(raw)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
-    return file
 
 
 def read_bytes(name: str, size: int = -1) -> bytes:
@@ -141,7 +137,13 @@ def files_in(folder: str) -> list[str]:
     """List the files of a folder or, if it has none, the files of its subfolders. Raises `InputError`."""
     with _as_input_error(folder):
         if is_url(folder):
-            return _remote_files_in(folder)
+            system, path = _system_of(folder)
+            entries = system.ls(path, detail=True)
+            files = [entry for entry in entries if entry["type"] == "file"]
+            if not files:
+                inner = [system.ls(entry["name"], detail=True) for entry in entries if entry["type"] == "directory"]
+                files = [entry for listed in inner for entry in listed if entry["type"] == "file"]
+            return [str(system.unstrip_protocol(entry["name"])) for entry in files]
         local = Path(folder)
         files = [entry for entry in local.iterdir() if entry.is_file()]
         return [str(file) for file in files or (entry for entry in local.glob("*/*") if entry.is_file())]
@@ -196,16 +198,6 @@ def leading_out(file: str, relatives: Iterable[str]) -> Iterator[tuple[str, str]
                 yield relative, "leaves the run's folder through a link"
             elif os.path.islink(path):
                 yield relative, "is a link that leads in a circle"
-
-
-def _remote_files_in(folder: str) -> list[str]:
-    system, path = _system_of(folder)
-    entries = system.ls(path, detail=True)
-    files = [entry for entry in entries if entry["type"] == "file"]
-    if not files:
-        inner = [system.ls(entry["name"], detail=True) for entry in entries if entry["type"] == "directory"]
-        files = [entry for listed in inner for entry in listed if entry["type"] == "file"]
-    return [str(system.unstrip_protocol(entry["name"])) for entry in files]
 
 
 def _system_of(name: str) -> tuple[Any, str]:

@@ -26,14 +26,14 @@ def rows_json(schema: str, rows: object) -> str:
     return json_text({"schema": schema, "rows": rows})
 
 
-_Value = TypeVar("_Value", bound=msgspec.Struct)
+_Value = TypeVar("_Value")
 
 
-def to_json(value: msgspec.Struct) -> bytes:
-    """Encode a struct as JSON, for `from_json`. msgspec's own encoder refuses file names that are not UTF-8."""
+def to_json(value: object) -> bytes:
+    """Encode structs as JSON, for `from_json`. msgspec's own encoder refuses file names that are not UTF-8."""
     return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 def from_json(data: bytes, kind: type[_Value]) -> _Value:
-    """Decode a struct of type ``kind`` that `to_json` has encoded."""
+    """Decode a value of type ``kind`` that `to_json` has encoded."""
     return msgspec.convert(json.loads(data), kind)

@@ -7,7 +7,6 @@ signal breaks its pool, its manager thread may never end. Here each process has 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import subprocess
@@ -36,24 +35,37 @@ def cpu_count() -> int:
     return int(joblib_cpu_count())
 
 
-def spawn_command(what: str, *arguments: str) -> list[str]:
-    """Build the command line of a ringprof process that imports nothing from the current folder.
+_PROGRAM = """
+import signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+sys.path[:] = PATHS
+from MODULE import main
+main(sys.argv[1:])
+"""
 
-    ``what`` is ``record``, ``check`` or ``helper`` (see `ringprof.spawn`). The process gets the import paths of this
-    one, without the current folder.
+
+def spawn_command(module: str, *arguments: str) -> list[str]:
+    """Build the command line of a process that calls ``module.main(arguments)``.
+
+    An untrusted current folder may hold a ``numpy.py``: the process gets the import paths of this one, without the
+    current folder, and at their end the folder of this copy of the package. SIGINT, which `interrupts_blocked` has
+    blocked, ends it without a traceback: this process reports it.
     """
     try:
         current = os.getcwd()
     except OSError:
         current = ""  # the folder was deleted, so nothing can be imported from it
     paths = [path for path in sys.path if path and os.path.realpath(path) != current]
-    script = str(Path(__file__).absolute().parents[1] / "spawn.py")
-    return [sys.executable, "-P", "-u", script, json.dumps(paths), what, *arguments]
+    paths.append(str(Path(__file__).absolute().parents[2]))
+    program = _PROGRAM.replace("PATHS", repr(paths)).replace("MODULE", module)
+    return [sys.executable, "-P", "-u", "-c", program, *arguments]
 
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread and in the processes that it starts, which `ringprof.spawn` unblocks.
+    """Block SIGINT in this thread and in the processes that it starts, which `spawn_command` unblocks.
 
     Otherwise Python would answer SIGINT with a traceback until the first line of such a process runs.
     """
@@ -162,7 +174,7 @@ class _WorkerPool:
         with child_end, self._starting, interrupts_blocked():
             if self._ended:
                 raise ProcessEnded
-            command = spawn_command("helper", str(child_end.fileno()))
+            command = spawn_command(__name__, str(child_end.fileno()))
             # In a new session, so that a terminal's Ctrl-C reaches only the main process, which ends the workers.
             self._processes.append(
                 subprocess.Popen(

@@ -22,7 +22,6 @@ from ringprof.dryrun.recurrences import dry_run_recurrent_strategy
 from ringprof.dryrun.run import META, dry_run_iterations, recording, recording_strategy, refuse_on_failure
 from ringprof.errors import UnsupportedWorkloadError
 from ringprof.iteration.baselines import baseline_bodies
-from ringprof.iteration.dynamic_cp import DynamicCpShard
 from ringprof.iteration.request import RecordRequest
 from ringprof.iteration.resolve import (
     load_recurrent_strategy,
@@ -31,7 +30,7 @@ from ringprof.iteration.resolve import (
     torch_dtype,
     why_unsupported,
 )
-from ringprof.iteration.shard import WorkloadShard
+from ringprof.iteration.shard import DynamicCpShard, WorkloadShard
 from ringprof.ranks.process_group import one_line
 from ringprof.strategies.masks.expected import is_bundled
 from ringprof.strategies.peers.call import PeerStrategy

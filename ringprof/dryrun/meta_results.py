@@ -61,11 +61,8 @@ def meta_result(func: Any, info: OpInfo, args: Any, kwargs: JsonObject) -> Any:
         return kwargs["out"]
     if info.name in _SHORTCUTS:
         return _SHORTCUTS[info.name](*args, **kwargs)
-    return _elementwise(func, info, args, kwargs) if info.is_elementwise else func(*args, **kwargs)
-
-
-def _elementwise(func: Any, info: OpInfo, args: Any, kwargs: JsonObject) -> Any:
-    """Infer the result of an elementwise operation."""
+    if not info.is_elementwise:
+        return func(*args, **kwargs)
     operands = {name: _operand(value) for name, value in kwargs.items()}
     shape, stride, dtype = _meta_form(func, info.name, *map(_operand, args), **operands)
     return args[0] if info.is_mutable else torch.empty_strided(shape, stride, dtype=dtype, device="meta")

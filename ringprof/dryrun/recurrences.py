@@ -51,7 +51,8 @@ class DryRunRecurrence:
 
     def begin(self, x: Inputs, shard: Shard) -> tuple[Any, Carry]:
         held = self._delta_rule_rows(x)
-        carry = Carry(_state(x) if shard.sends else None, _transition(x) if shard.spans else None)
+        transition = torch.empty(x.transition_shape, dtype=wide_type(x.q), device=x.q.device) if shard.spans else None
+        carry = Carry(_state(x) if shard.sends else None, transition)
         self._record("forward", "local", x, shard)
         return held, carry
 
@@ -131,10 +132,6 @@ def operator_of(x: Inputs) -> Literal["gated_delta_rule", "simple_gla", "gla"]:
 
 def _state(x: Inputs) -> Tensor:
     return torch.empty(x.state_shape, dtype=wide_type(x.q), device=x.q.device)
-
-
-def _transition(x: Inputs) -> Tensor:
-    return torch.empty(x.transition_shape, dtype=wide_type(x.q), device=x.q.device)
 
 
 def dry_run_recurrent_strategy(

@@ -6,7 +6,7 @@
     )
 
 In the module's ``training_step``, `ringprof.integrations.batches.shard_batch` takes the rank's part of the batch. The
-callbacks work with both packages, ``lightning`` and ``pytorch_lightning``.
+callbacks work with both packages, ``lightning`` and ``pytorchLIGHTNING``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from ringprof.integrations.batches import compare_batch
 from ringprof.strategies.base import Strategy
 from ringprof.training.api import monitor, prove
 
-
-def _lightning() -> Any:
-    """Import Lightning under whichever of its two names is installed."""
-    return import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
+# Lightning has two names.
+LIGHTNING: Any = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
 
-class _AroundTraining(_lightning().Callback):  # type: ignore[misc]
+class _AroundTraining(LIGHTNING.Callback):  # type: ignore[misc]
     """Callback that enters a context when training starts, and leaves it at its end or at an error."""
 
     def __init__(self, context: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ringprof.common.json_object import Params
-from ringprof.iteration.clock import clock_for
 from ringprof.iteration.recurrence import RecurrenceShard, recurrence_bodies
 from ringprof.iteration.resolve import load_any_strategy
 from ringprof.iteration.shard import WorkloadShard
@@ -49,7 +48,7 @@ class BaselineTimes:
 
 
 def measure_baselines(
-    shard: WorkloadShard, null_strategy: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter
+    shard: WorkloadShard, null_strategy: Any, warmup: int, iters: int, reporter: Reporter
 ) -> BaselineTimes:
     """Time ordinary iterations and the three baselines, interleaved in up to four rounds, at least ``iters`` of each.
 
@@ -62,14 +61,14 @@ def measure_baselines(
     per_kind = -(-iters // rounds)
     bodies, solo_flops = baseline_bodies(shard, null_strategy)
     reporter.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * per_kind)
-    warmup_clock = clock_for(device)
+    warmup_clock = shard.clock()
     for body in [body for body in bodies[1:] for _ in range(warmup)]:
         warmup_clock.run(body)
         reporter.advance()
     warmup_clock.times_ns()
     sequence = [kind for order in ORDERS[:rounds] for kind in order if kind < len(bodies) for _ in range(per_kind)]
     # One clock for all kinds: it keeps the host from running ahead, which would cost memory.
-    clock = clock_for(device)
+    clock = shard.clock()
     for kind in sequence:
         clock.run(bodies[kind])
         reporter.advance()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.graph import _engine_run_backward
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ringprof.common.json_object import JsonObject
+from ringprof.iteration.clock import CpuClock, CudaClock, clock_for
 from ringprof.iteration.resolve import attention_options, kernel_options, layout_options, shape_of, torch_dtype
 from ringprof.run import DeviceState, Sent, Work
 from ringprof.strategies.algorithms.cached import Cached
-from ringprof.strategies.transport.copy_engine import held_bytes
 from ringprof.workload.workload import Workload
 
 SINKS_SEED = 18
@@ -90,7 +92,7 @@ class WorkloadShard:
         q_shape = (shape.batch, shape.seq, shape.heads, shape.head_dim)
         queries = torch.randn(q_shape, generator=seeded(device, 0), device=device, dtype=dtype)
         generator = seeded(device, 1 + strategy.comm.rank)
-        kv = strategy.local_shapes(shape).kv
+        _, kv = strategy.local_shapes(shape)
         sizes = (workload.head_dim, workload.v_head_dim or workload.head_dim)
         k, v = (torch.randn((*kv[:3], size), generator=generator, device=device, dtype=dtype) for size in sizes)
         q, sinks = strategy.shard(queries).contiguous(), drawn_sinks(workload, device)
@@ -117,6 +119,15 @@ class WorkloadShard:
             # torch.autograd.grad would load sympy, for half a second of processor time, to compare two shapes.
             return Results(out, *_engine_run_backward((out,), (self.dout,), False, False, leaves, False))
         return Results(out, *torch.autograd.grad(out, leaves, self.dout))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.q.device
+
+    def clock(self) -> CpuClock | CudaClock:
+        """Create a clock for the device."""
+        return clock_for(self.device)
 
     @property
     def strategies(self) -> list[Any]:
@@ -154,6 +165,92 @@ class Results:
     """This rank's summand (H) of the sinks' gradient, to be summed over the ranks."""
 
 
+_RESULTS = ("out", "dq", "dk", "dv")
+
+
+@dataclass(kw_only=True)
+class DynamicCpShard(WorkloadShard):
+    """One rank's share of dynamic context parallelism: steps, each with its own number of ranks per sequence.
+
+    Every step has as many tokens per rank. With 4 ranks and sizes 4, 2 and 1, the first step has one sequence of all
+    tokens, the second has two of half the length, each on two neighbours, and the third has four, one per rank. The
+    strategies of all sizes are created once. The inherited attributes are those of the first step.
+    """
+
+    steps: list[WorkloadShard]
+    workloads: list[Workload]
+    """Workload of one group of ranks, for each step."""
+    timestamps: list[list[Any]] = field(default_factory=list)
+    """For each iteration, the start of each step and the end of the last: CUDA events, or nanoseconds on CPU."""
+
+    @classmethod
+    def from_dynamic(
+        cls, dynamic: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device
+    ) -> DynamicCpShard:
+        """Create the shards of all steps from ``dynamic``, a `ringprof.strategies.Dynamic`.
+
+        Collective: every rank must call this, because the strategies are created here.
+        """
+        workloads = [workload.step(dynamic.comm.size // size) for size in sizes]
+        strategies = [dynamic.of(size) for size in sizes]
+        steps = [
+            WorkloadShard.create(strategy, step_workload, device)
+            for strategy, step_workload in zip(strategies, workloads, strict=True)
+        ]
+        first = steps[0]
+        return cls(
+            first.strategy, first.causal, first.q, first.k, first.v, first.dout, steps=steps, workloads=workloads
+        )
+
+    @property
+    def strategies(self) -> list[Any]:
+        """Strategies of all steps, each once."""
+        return list({id(step.strategy): step.strategy for step in self.steps}.values())
+
+    def run_iteration(self) -> Results:
+        """Run all steps and return the results of the last one."""
+        return self._run_steps()[-1]
+
+    def run_for_verification(self) -> Results:
+        """Run all steps and return their results, concatenated along the tokens; see `results_of_step`."""
+        step_results = self._run_steps()
+        tensors = {name: [getattr(results, name) for results in step_results] for name in _RESULTS}
+        return Results(**{name: torch.cat(parts, 1) for name, parts in tensors.items() if parts[0] is not None})
+
+    def _run_steps(self) -> list[Results]:
+        results, timestamps = [], [self._timestamp()]
+        for step in self.steps:
+            with record_function(f"cp_size={step.strategy.comm.size}"):
+                results.append(step.run_iteration())
+            timestamps.append(self._timestamp())
+        self.timestamps.append(timestamps)
+        return results
+
+    def results_of_step(self, results: Results, number: int) -> Results:
+        """Return the part of ``results`` (those of `run_for_verification`) that belongs to step ``number``."""
+        tensors = {name: x for name in _RESULTS if (x := getattr(results, name)) is not None}
+        return Results(**{name: x.chunk(len(self.steps), 1)[number] for name, x in tensors.items()})
+
+    def step_times_ns(self, iterations: int) -> list[int]:
+        """Return the median time of each step over the last ``iterations``, in nanoseconds.
+
+        The device must have finished.
+        """
+        on_gpu = self.device.type == "cuda"
+        times = [
+            [round(begin.elapsed_time(end) * 1e6) if on_gpu else end - begin for begin, end in pairwise(timestamps)]
+            for timestamps in self.timestamps[-iterations:]
+        ]
+        return [int(median(times_of_step)) for times_of_step in zip(*times, strict=True)]
+
+    def _timestamp(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter_ns()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
 def drawn_sinks(workload: Workload, device: torch.device) -> Tensor | None:
     """Draw the sinks' logits (H) in float32, the same on every rank; None if the workload has no sinks."""
     if workload.sinks is None:
@@ -175,35 +272,6 @@ class Measurement:
     """Results of the last timed iteration; None after they are verified."""
     state: DeviceState | None = None
     """State of the GPU during the timed iterations."""
-
-
-def reset_peak(device: torch.device) -> None:
-    """Reset the peak that `peak_bytes` reports."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        # Linux: 5 resets the high-water mark of the resident memory.
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak memory of this rank in bytes since `reset_peak`; None if unknown.
-
-    On a GPU it is the allocator's peak plus the receive buffers of copied hops. On CPU it is the peak resident memory
-    of the process, libraries included. Where the reset fails, that peak is an upper bound: verification may have set
-    it.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) + held_bytes()
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def row_sums(out: Tensor) -> Tensor:

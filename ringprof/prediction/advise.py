@@ -171,7 +171,8 @@ class Advice:
             if (experiment := deciding_experiment(first, rival.prediction)) is not None
         ]
         if not experiments:
-            here = " (ringprof tune records the choices on one node)" if first.query.cluster.hosts == 1 else ""
+            record_them = " (ringprof bench --until-decided records the choices on one node)"
+            here = record_them if first.query.cluster.hosts == 1 else ""
             return f"no input that one or two GPUs can measure is likely to change the order{here}"
         experiment, rival = max(experiments, key=lambda pair: pair[0].probability)
         return f"{rival.label} may be faster: {experiment.sentence()}"
@@ -470,7 +471,7 @@ def advice_dict(advice: Advice) -> JsonObject:
     return {
         "schema": _SCHEMA,
         "predicted": True,
-        "warnings": [warning._asdict() for warning in warnings_of(advice.first.prediction)],
+        "warnings": warnings_of(advice.first.prediction),
         "choices": [
             {
                 "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,

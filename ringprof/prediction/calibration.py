@@ -11,19 +11,17 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ringprof.common.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError, nearest
-from ringprof.kernel_rates import KernelRate
+from ringprof.kernel_rates import BUNDLED, KernelRate, machine_file
 from ringprof.prediction.model_layers import PHASES, ModelFigures
 from ringprof.workload.workload import Size
 
 _SCHEMA = "ringprof.calibration/1"
-BUNDLED = ("h200", "h100", "b200", "a800")
 TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "matmul": 0.02, "links": 0.15, "heat": 0.12}
 """Parts that `ringprof calibrate` measures, with the share of the time limit that each gets."""
 
@@ -115,6 +113,12 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     def fills(self, phase: str) -> bool:
         """Return whether calls of a phase fill the device."""
         return self.fills_device if phase == "forward" or self.fills_backward is None else self.fills_backward
+
+
+def unmeasured_kernel(name: str) -> KernelFigures:
+    """Return the figures of a kernel without samples, which is taken for one of many short blocks."""
+    unknown = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
+    return KernelFigures(name=name, fills_device=False, tail=unknown, lead=unknown, samples=[])
 
 
 class RecurrencePoint(msgspec.Struct, frozen=True, array_like=True):
@@ -332,21 +336,18 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_calibration(path: str | os.PathLike[str]) -> Calibration:
     """Read a calibration file, or a bundled one by its name in any case. Raises `InputError` and `UsageError`."""
-    name_or_path = os.fspath(path)
-    if name_or_path.lower() in BUNDLED:
-        return _bundled(name_or_path.lower())
-    if not name_or_path.endswith(".json") and not os.path.exists(name_or_path):
-        raise UsageError(
-            f"no machine {name_or_path!r}{nearest(name_or_path, BUNDLED)}; there are: {', '.join(BUNDLED)}, or a file"
-            " of `ringprof calibrate`"
-        )
-    return parse_calibration(read_small(name_or_path, "a calibration"), name_or_path)
+    name = os.fspath(path).lower()
+    return _bundled(name) if name in BUNDLED else _read(machine_file(path))
 
 
 @cache
 def _bundled(name: str) -> Calibration:
     """Read a bundled file once, because the curves fitted to a machine are cached with it."""
-    return parse_calibration((files(__package__) / "machines" / f"{name}.json").read_bytes(), name)
+    return _read(machine_file(name), name)
+
+
+def _read(path: str, name: str = "") -> Calibration:
+    return parse_calibration(read_small(path, "a calibration"), name or path)
 
 
 def parse_calibration(data: bytes, path: str) -> Calibration:

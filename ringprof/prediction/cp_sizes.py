@@ -78,19 +78,16 @@ def plan(
             f"a document of {max(lengths)} tokens does not fit on {max(sizes)} ranks of {capacity} tokens: give a"
             " larger size, or more --tokens-per-rank"
         )
-    by_size = _by_size(lengths, sizes, capacity)
-    plans = [_size_plan(size, documents, lengths, world, capacity, time_of) for size, documents in by_size.items()]
-    largest = max(sizes)
-    return Plan(plans, _total(plans, world), _size_plan(largest, list(lengths), lengths, world, capacity, time_of))
-
-
-def _by_size(lengths: Sequence[int], sizes: Sequence[int], capacity: int) -> dict[int, list[int]]:
-    """Return the documents of each size, those that have any, by size."""
     ordered = sorted(set(sizes))
     by_size: dict[int, list[int]] = {size: [] for size in ordered}
     for length in lengths:
         by_size[next(size for size in ordered if length <= size * capacity)].append(length)
-    return {size: documents for size, documents in by_size.items() if documents}
+    plans = [
+        _size_plan(size, documents, lengths, world, capacity, time_of)
+        for size, documents in by_size.items() if documents
+    ]  # fmt: skip
+    largest = max(sizes)
+    return Plan(plans, _total(plans, world), _size_plan(largest, list(lengths), lengths, world, capacity, time_of))
 
 
 def packed(documents: Sequence[int], capacity: int) -> list[Documents]:

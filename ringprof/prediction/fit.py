@@ -117,7 +117,11 @@ def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> 
         assert name is not None
         observed_runs = [observed for observed in runs if observed.run.kernel == name]
         samples = [sample for observed in observed_runs for sample in _samples(observed, contention)]
-        rates = [rate for observed in observed_runs for rate in _cache_rates(observed)]
+        # GB/s at which the calls of few queries read their keys and values.
+        rates = [
+            cache_bytes(op) / duration_ns
+            for observed in observed_runs for _, op, duration_ns, _ in _observed_blocks(observed) if reads_cache(op)
+        ]  # fmt: skip
         current = by_name.get(name) or KernelFigures(
             name=name, fills_device=False, tail=Value(0.0, 0.5, "assumed", "a kernel of many short blocks"),
             lead=Value(0.0, 0.5, "assumed", "not seen"), samples=[],
@@ -180,11 +184,6 @@ def _samples(observed: Observed, contention: float) -> list[KernelSample]:
         )
         for shape, times in times_by_shape.items()
     ]  # fmt: skip
-
-
-def _cache_rates(observed: Observed) -> list[float]:
-    """Return the GB/s at which the calls of few queries read their keys and values."""
-    return [cache_bytes(op) / duration_ns for _, op, duration_ns, _ in _observed_blocks(observed) if reads_cache(op)]
 
 
 def _observed_blocks(observed: Observed) -> Iterator[tuple[ObservedRank, AttentionOp, int, float]]:

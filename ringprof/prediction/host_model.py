@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from ringprof.dryrun.schedule import CommStart, ComputeOp, MemoryOp, Op, Program, RecurrenceOp
-from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value
+from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value, unmeasured_kernel
 from ringprof.prediction.recurrence_curves import RECURRENCE_PASS_US, recurrence_curves_of
 
 _START_KINDS = {"send_recv": "post_us", "chain": "post_us", "copy": "copy_us"}
@@ -162,9 +162,7 @@ def _with_values(base: Calibration, values: Mapping[str, Value], kernels: Sequen
 
 def _kernel(calibration: Calibration, name: str) -> KernelFigures:
     """Return the named kernel, or a placeholder if the calibration has none."""
-    unknown = Value(0.0, 0.5, "assumed", "")
-    matching = (kernel for kernel in calibration.kernels if kernel.name == name)
-    return next(matching, KernelFigures(name=name, fills_device=False, tail=unknown, lead=unknown, samples=[]))
+    return next((kernel for kernel in calibration.kernels if kernel.name == name), unmeasured_kernel(name))
 
 
 def _column(kernel: str, kind: str) -> str:

@@ -25,8 +25,8 @@ from ringprof.prediction.simulator import BlockTime
 GATHER_RATE, SCATTER_RATE, FILL_RATE = 0.86, 0.35, 0.75
 """Rates of torch's ``gather`` and ``scatter_`` of whole rows and of ``zeros``, relative to a copy's.
 
-Measured on two H200 of two hosts by benchmarks/packed_calls.py, bf16 rows of 8 and 64 heads, 67 MB and more: 3,490 to
-3,730, 1,400 to 1,470 and 3,120 to 3,310 of 4,176 GB/s. Tensors of 17 MB are slower, copies (2,910 to 3,040) too."""
+Measured on two H200 of two hosts by dev/benchmarks/packed_calls.py, bf16 rows of 8 and 64 heads, 67 MB and more: 3,490
+to 3,730, 1,400 to 1,470 and 3,120 to 3,310 of 4,176 GB/s. Tensors of 17 MB are slower, copies (2,910 to 3,040) too."""
 VARLEN_FORWARD = 1.045
 """Time of flash-attn 3's forward call with ``cu_seqlens`` of one sequence, relative to the call without them.
 

@@ -34,6 +34,7 @@ from ringprof.prediction.calibration import (
     Nccl,
     Value,
     measured,
+    unmeasured_kernel,
 )
 from ringprof.prediction.host_model import count_kinds, fit_host_times
 from ringprof.prediction.measure_recurrences import measure_recurrences
@@ -41,13 +42,14 @@ from ringprof.prediction.microbenchmark import Bench, call_of
 from ringprof.prediction.nccl_tests import hop_rates, with_hops
 from ringprof.prediction.network import channels
 from ringprof.prediction.schedules import schedule
-from ringprof.prediction.shapes import COLLECTIVE_BYTES, HEAD_DIM, MESSAGES, KernelCase, kernel_cases
+from ringprof.prediction.shapes import COLLECTIVE_BYTES, HEAD_DIM, MESSAGES, kernel_cases
 from ringprof.ranks.machine import versions
 from ringprof.recording.telemetry import device_telemetry
 from ringprof.strategies import create
 from ringprof.strategies.catalog import SPECS
 from ringprof.strategies.kernels.merge import accumulate
 from ringprof.strategies.kernels.registry import KERNELS
+from ringprof.strategies.masks.mask_blocks import MaskBlocks
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.strategies.transport.message import Message
 from ringprof.workload.workload import Workload
@@ -196,13 +198,12 @@ def _kernel_samples(
     while not finished:
         next_save = min(deadline, time.monotonic() + _SAVE_INTERVAL_S)
         while cases and time.monotonic() < next_save:
-            case = cases.pop(0)
+            name, block, parts = cases.pop(0)
             try:
-                samples.append(_sample(bench, instances[case.kernel], case))
+                samples.append(_sample(bench, instances[name], block, parts))
             except RuntimeError as error:
-                block = case.block
                 shape = f"{block.q} x {block.kv}, {block.heads} heads, {block.kv_heads} kv, causal={block.causal}"
-                failures.append(f"{case.kernel} {block.phase} {shape}: {_short_error(error)}")
+                failures.append(f"{name} {block.phase} {shape}: {_short_error(error)}")
         # All ranks continue while one of them has shapes and time left.
         finished = all(bench.gather(not cases or time.monotonic() >= deadline, bool))
         left = sum(bench.gather(len(cases), int)) if finished else 0
@@ -213,14 +214,14 @@ def _kernel_samples(
         )
 
 
-def _sample(bench: Bench, kernel: Any, case: KernelCase) -> KernelSample:
-    """Measure one case. Raises RuntimeError if memory is too small or the kernel does not support the case."""
+def _sample(bench: Bench, kernel: Any, block: AttentionOp, parts: MaskBlocks | None) -> KernelSample:
+    """Measure one block. Raises RuntimeError if memory is too small or the kernel does not support the block."""
     try:
-        ns, spread, count = bench.typical_ns(call_of(kernel, case.block, bench, case.parts))
+        ns, spread, count = bench.typical_ns(call_of(kernel, block, bench, parts))
     finally:
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-    shape = {name: getattr(case.block, name) for name in _SHAPE}
+    shape = {name: getattr(block, name) for name in _SHAPE}
     return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
 
 
@@ -231,11 +232,7 @@ def _with_samples(current: Sequence[KernelFigures], samples: Sequence[KernelSamp
         kernel_samples = [
             msgspec.structs.replace(sample, source="ringprof calibrate") for sample in samples if sample.source == name
         ]
-        unknown = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-        figures = by_name.get(name) or KernelFigures(
-            name=name, fills_device=False, tail=unknown, lead=unknown, samples=[]
-        )
-        by_name[name] = msgspec.structs.replace(figures, samples=kernel_samples)
+        by_name[name] = msgspec.structs.replace(by_name.get(name) or unmeasured_kernel(name), samples=kernel_samples)
     return [kernel for kernel in by_name.values() if kernel.samples] or list(current)
 
 

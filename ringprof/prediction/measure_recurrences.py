@@ -38,22 +38,6 @@ _AHEAD_CYCLES = 30_000_000
 """Device cycles, more than ten milliseconds, in which the host gets ahead by a pass."""
 
 
-class RecurrenceSample(msgspec.Struct, frozen=True):
-    """Measured time of one part of a case; the fields are those of `RecurrenceCurve` and its points."""
-
-    kernel: str
-    operator: str
-    phase: str
-    part: str
-    tokens: int
-    heads: int
-    receives: bool
-    sends: bool
-    ns: float
-    spread: float
-    host_us: float
-
-
 class RecurrenceCase(NamedTuple):
     """A shape to measure."""
 
@@ -80,7 +64,7 @@ def measure_recurrences(
     An operator that the kernel refuses is left out. Raises `Unsupported` where it refuses all.
     """
     every = recurrence_cases() if cases is None else list(cases)
-    samples: list[RecurrenceSample] = []
+    samples: list[RecurrenceCurve] = []
     refusals: dict[str, Unsupported] = {}
     for case in every[bench.rank :: bench.size]:
         if time.monotonic() > deadline or case.operator in refusals:
@@ -94,30 +78,36 @@ def measure_recurrences(
                 torch.cuda.empty_cache()
     if len(refusals) == len({case.operator for case in every}):
         raise next(iter(refusals.values()))
-    gathered = [sample for own in bench.gather(samples, list[RecurrenceSample]) for sample in own]
-    return curves_from(gathered, "ringprof calibrate")
+    gathered = [sample for own in bench.gather(samples, list[RecurrenceCurve]) for sample in own]
+    return curves_from(gathered)
 
 
-def curves_from(samples: Iterable[RecurrenceSample], source: str) -> list[RecurrenceCurve]:
-    """Join the samples of all tokens to curves; keys and values have heads of `HEAD_DIM`."""
-    points: dict[tuple[Any, ...], list[RecurrencePoint]] = {}
-    for sample in sorted(samples, key=lambda sample: sample.tokens):
-        key = (
-            sample.kernel, sample.operator, sample.phase, sample.part, sample.heads, sample.receives, sample.sends
-        )  # fmt: skip
-        point = RecurrencePoint(sample.tokens, sample.ns, sample.spread, sample.host_us)
-        points.setdefault(key, []).append(point)
-    return [
-        RecurrenceCurve(
-            kernel=kernel, operator=operator, phase=phase, part=part, heads=heads, head_dim=HEAD_DIM,
-            v_head_dim=HEAD_DIM, receives=receives, sends=sends, points=own, origin="measured", source=source,
-        )
-        for (kernel, operator, phase, part, heads, receives, sends), own in points.items()
-    ]  # fmt: skip
+def measured_curve(
+    kernel: str, case: RecurrenceCase, phase: str, part: str, point: RecurrencePoint, source: str
+) -> RecurrenceCurve:
+    """Return the curve of one part of a case with a single point; keys and values have heads of `HEAD_DIM`."""
+    return RecurrenceCurve(
+        operator=case.operator, phase=phase, part=part,  # type: ignore[arg-type]
+        kernel=kernel, heads=case.heads, head_dim=HEAD_DIM, v_head_dim=HEAD_DIM, receives=case.receives,
+        sends=case.sends, points=[point], origin="measured", source=source,
+    )  # fmt: skip
 
 
-def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceCase) -> list[RecurrenceSample]:
-    """Measure the four parts of one case. Raises `Unsupported` where the kernel cannot compute it."""
+def curves_from(samples: Iterable[RecurrenceCurve]) -> list[RecurrenceCurve]:
+    """Join curves that differ in their points alone, which are of other tokens each."""
+    curves: dict[tuple[object, ...], RecurrenceCurve] = {}
+    for sample in sorted(samples, key=lambda sample: sample.points[0].tokens):
+        key = tuple(getattr(sample, name) for name in sample.__struct_fields__ if name != "points")
+        points = curves[key].points if key in curves else []
+        curves[key] = msgspec.structs.replace(sample, points=[*points, *sample.points])
+    return list(curves.values())
+
+
+def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceCase) -> list[RecurrenceCurve]:
+    """Measure the four parts of one case: a curve of one point each.
+
+    Raises `Unsupported` where the kernel cannot compute it.
+    """
     x = _inputs(bench, case)
     kernel = choose_kernel(kernel_name, x)
     shard = Shard((0, case.tokens), case.receives, case.sends)
@@ -134,11 +124,11 @@ def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceCase) -> l
     for number, (phase, part) in enumerate(_PARTS):
         device_ns, host_ns = ([each[kind][number] for each in times] for kind in (0, 1))
         typical = median(device_ns)
-        samples.append(RecurrenceSample(
-            kernel.name, case.operator, phase, part, case.tokens, case.heads, case.receives, case.sends,
-            ns=max(round(typical), 1), spread=min(round(pstdev(device_ns) / max(typical, 1.0), 4), 1.0),
-            host_us=max(round(median(host_ns) / 1e3), 1),
-        ))  # fmt: skip
+        point = RecurrencePoint(
+            case.tokens, max(round(typical), 1), min(round(pstdev(device_ns) / max(typical, 1.0), 4), 1.0),
+            max(round(median(host_ns) / 1e3), 1),
+        )  # fmt: skip
+        samples.append(measured_curve(kernel.name, case, phase, part, point, "ringprof calibrate"))
     return samples
 
 

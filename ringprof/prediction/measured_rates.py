@@ -25,7 +25,7 @@ SOFTCAP = 50.0
 
 
 @dataclass(frozen=True)
-class KernelRate:
+class MaskRate:
     """Speed of one kernel on one mask: medians of `CALLS` calls, and rates by the mask's exact area.
 
     If the kernel does not support the mask, the figures are None and ``reason`` says why.
@@ -54,7 +54,7 @@ def _masks(workload: Workload) -> dict[str, Workload]:
 
 def kernel_rates(
     workload: Workload, device: torch.device, notify: Callable[[str, int, int], None] = lambda *_: None
-) -> Iterator[KernelRate]:
+) -> Iterator[MaskRate]:
     """Measure every kernel except the reference, mask by mask; yield each rate as soon as it is measured.
 
     ``notify`` is called before each measurement: what it is of, how many are done, how many there are.
@@ -66,21 +66,21 @@ def kernel_rates(
         yield _measure_rate(name, mask, masks[mask], SOFTCAP if mask == "softcap" else 0.0, device)
 
 
-def _measure_rate(name: str, mask: str, workload: Workload, softcap: float, device: torch.device) -> KernelRate:
+def _measure_rate(name: str, mask: str, workload: Workload, softcap: float, device: torch.device) -> MaskRate:
     mask_of, dtype, size = workload.mask(), torch_dtype(workload), workload.head_dim
     group, kv_heads = workload.heads // workload.kv_heads, workload.kv_heads
     wanted = Case("", dtype, size, size, group, softcap, shape=(workload.batch, kv_heads))
     blocks = blocks_of(causal=workload.causal, several_ranks=False, **mask_of.asks_of_kernels())
     reason = reason_against(KERNELS[name], device, dtype, size, windows=mask_of.windowed, softcap=bool(softcap))
     if reason := reason or first_problem(KERNELS[name], wanted, blocks, device):
-        return KernelRate(name, mask, reason=reason)
+        return MaskRate(name, mask, reason=reason)
     try:
         forward_ns, backward_ns = _median_times(KERNELS[name](softcap=softcap), workload, device)
     except RuntimeError as error:
         # The build lacks the kernel, or the device is too small.
-        return KernelRate(name, mask, reason=" ".join(str(error).split())[:200])
+        return MaskRate(name, mask, reason=" ".join(str(error).split())[:200])
     pairs = workload.mask().area(workload.seq) * workload.batch * workload.heads * workload.head_dim
-    return KernelRate(name, mask, forward_ns, backward_ns, 4 * pairs / forward_ns / 1e3, 10 * pairs / backward_ns / 1e3)
+    return MaskRate(name, mask, forward_ns, backward_ns, 4 * pairs / forward_ns / 1e3, 10 * pairs / backward_ns / 1e3)
 
 
 def _median_times(kernel: Any, workload: Workload, device: torch.device) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from functools import lru_cache
 from ringprof.common.validation import refuse_below_one, whole
 from ringprof.dryrun.schedule import CommStart
 from ringprof.prediction.calibration import Calibration, Link, Nccl
-from ringprof.prediction.simulator import Transfer
+from ringprof.prediction.simulator import LinkTransfer
 
 MESSAGE_BYTES_PER_CHANNEL = 16 << 20
 NIC_GB_S_PER_CHANNEL = 14
@@ -121,10 +121,10 @@ class Links:
         line_gbit = self._other_host.line_gbit
         efficiency = line / (line_gbit / 8) if line_gbit else 1.0
         self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * efficiency
-        self._transfers: dict[tuple[object, ...], Transfer] = {}
+        self._transfers: dict[tuple[object, ...], LinkTransfer] = {}
         self._held_shares: dict[tuple[object, ...], float] = {}
 
-    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> LinkTransfer:
         """Return the transfer of one hop from a member of a ring to the next."""
         # Cached: there are many hops, and few of them differ.
         key = comm_op.operation, comm_op.communicator, len(comm_op.members), comm_op.messages, sender, receiver
@@ -132,7 +132,7 @@ class Links:
             self._transfers[key] = self._transfer(comm_op, sender, receiver)
         return self._transfers[key]
 
-    def _transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+    def _transfer(self, comm_op: CommStart, sender: int, receiver: int) -> LinkTransfer:
         """Compute the transfer of one hop: its size, its highest rate, its latency and its links."""
         same_host = self.cluster.host(sender) == self.cluster.host(receiver)
         link = self._same_host if same_host else self._other_host
@@ -145,7 +145,7 @@ class Links:
             max_rate = total_bytes / sum(
                 size / self._message_gb_s(comm_op, size, link, ends) for size in comm_op.messages
             )
-        return Transfer(total_bytes, max_rate, link.latency_us.value * 1e3, self._path(sender, receiver))
+        return LinkTransfer(total_bytes, max_rate, link.latency_us.value * 1e3, self._path(sender, receiver))
 
     def collective_ns(self, comm_op: CommStart) -> float:
         """Return the nanoseconds of a collective that has the links to itself."""

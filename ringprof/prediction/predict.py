@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median, pstdev, pvariance
-from typing import NamedTuple
 
 import msgspec
 
@@ -41,10 +40,9 @@ from ringprof.prediction.machine import (
     estimate,
 )
 from ringprof.prediction.network import GPUS_PER_SWITCH, Cluster, Links
-from ringprof.prediction.query import Query
+from ringprof.prediction.query import Query, stand_in
 from ringprof.prediction.recurrence_curves import recurrence_curves_of
 from ringprof.prediction.simulator import Timeline, simulate
-from ringprof.prediction.stand_ins import stand_in
 from ringprof.report.text import binary_size
 
 _SCHEMA = "ringprof.prediction/1"
@@ -502,31 +500,26 @@ def _extrapolate(
 # --- what to know about it ---------------------------------------------------------------------------
 
 
-class PredictionWarning(NamedTuple):
-    """Reason to distrust a prediction, or not to run it."""
+def warnings_of(prediction: PredictionResult) -> list[JsonObject]:
+    """Return reasons to distrust a prediction, each a code and a message.
 
-    code: str
-    """``does_not_fit``, ``larger_node`` or ``stand_in``."""
-    message: str
-
-
-def warnings_of(prediction: PredictionResult) -> list[PredictionWarning]:
-    """Return reasons to distrust a prediction: too little memory, a peer's stand-in, nodes larger than measured."""
-    machine, warnings = prediction.machine, []
+    ``does_not_fit``: too little memory; ``stand_in``: a peer's stand-in; ``larger_node``: nodes larger than measured.
+    """
+    machine, warnings = prediction.machine, list[JsonObject]()
     if not prediction.fits:
         message = f"this does not fit: a GPU has {binary_size(machine.memory_bytes)}"
-        warnings.append(PredictionWarning("does_not_fit", message))
+        warnings.append({"code": "does_not_fit", "message": message})
     query = prediction.query
     if query.stands_for is not None:
         message = f"{query.stands_for} is predicted as ringprof's {query.strategy}: its own code cannot be dry-run"
-        warnings.append(PredictionWarning("stand_in", message))
+        warnings.append({"code": "stand_in", "message": message})
     gpus = query.cluster.gpus_per_host
     if gpus > GPUS_PER_SWITCH:
         message = (
             f"nodes of {gpus} GPUs are predicted with the rates of nodes of {GPUS_PER_SWITCH}, which machine"
             f" {machine.name!r} was measured on: its links inside a node are assumed for a larger switch"
         )
-        warnings.append(PredictionWarning("larger_node", message))
+        warnings.append({"code": "larger_node", "message": message})
     return warnings
 
 
@@ -591,7 +584,7 @@ def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> Json
         "schema": _SCHEMA,
         "predicted": True,
         "evidence": prediction.evidence,
-        "warnings": [warning._asdict() for warning in warnings_of(prediction)],
+        "warnings": warnings_of(prediction),
         "fits": prediction.fits,
         "device_memory_mib": round(prediction.machine.memory_bytes / 2**20, 1),
         "inputs": [{"name": name, **msgspec.to_builtins(value)} for name, value in inputs(prediction).items()],

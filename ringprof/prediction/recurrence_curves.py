@@ -12,9 +12,11 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+import msgspec
+
 from ringprof.dryrun.schedule import RecurrenceOp
 from ringprof.errors import UsageError
-from ringprof.prediction.calibration import Calibration, KernelFigures, RecurrenceCurve, RecurrencePoint, Value
+from ringprof.prediction.calibration import Calibration, RecurrenceCurve, RecurrencePoint, unmeasured_kernel
 from ringprof.prediction.kernel_model import Estimate, OutsideCalibration
 
 _MAX_OCTAVES = 2.0
@@ -41,10 +43,8 @@ class RecurrenceCurves:
                 f"machine {calibration.name!r} has no curves of recurrences with kernel {kernel!r}: it has"
                 f" {', '.join(known) or 'none'} (ringprof calibrate --parts recurrences)"
             )
-        unknown = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-        self.kernel = KernelFigures(
-            name=kernel, fills_device=False, tail=unknown, lead=unknown, samples=[], throttling=unknown
-        )
+        figures = unmeasured_kernel(kernel)
+        self.kernel = msgspec.structs.replace(figures, throttling=figures.tail)
         """Figures that the simulator reads: blocks neither fill the device nor heat it beyond the samples."""
         self._machine = calibration.name
         self._curves: dict[tuple[object, ...], dict[int, RecurrenceCurve]] = defaultdict(dict)

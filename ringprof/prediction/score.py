@@ -1,135 +1,231 @@
-"""Score published or own measurements against a machine: the predicted time, and values that it cannot have reached.
+"""Scores: predicted times beside measured ones, and measured values that a machine cannot have reached.
 
-The CSV has the columns ``strategy, seq_global, heads, n_gpus`` and ``time_ms`` or ``tflops`` (per GPU). Optional
-columns are ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees, system``.
-A row with an unknown value is not predicted. A ``system`` that names Transformer Engine or Megatron sends its hops as
-`Query.pairwise` says. The baselines of MagiAttention's ``cp_benchmark`` run their blocks on one stream and, with
-flash-attn 3, gather and scatter around each of them (``exps/dist_attn/baselines`` at 2c64135: ``ring_attn.py`` and
-``_fa3_varlen_forward`` of ``utils_cp.py``).
+One score is of a saved prediction and a later measurement, or of a row of a table or of a benchmark log and its own
+prediction.
 """
 
 from __future__ import annotations
 
-import csv
-import io
+import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice, product
+from itertools import product
+from statistics import median
 from typing import Any, Literal
 
 import msgspec
 
-from ringprof.common.files import read_whole
-from ringprof.common.json_object import Params, json_text
-from ringprof.common.validation import whole
+from ringprof.common.decoding import UNREADABLE, decode_file
+from ringprof.common.files import is_folder
+from ringprof.common.formatting import percent
+from ringprof.common.json_object import JsonObject, json_text
 from ringprof.dryrun.schedule import AttentionOp
 from ringprof.errors import InputError, RingprofError
 from ringprof.prediction.calibration import Calibration
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.machine import Curves, curves_of
+from ringprof.prediction.measured import TUNING, Measured, measurements, query_of_dict, query_of_run, read_row
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import ScheduleOf, predict
-from ringprof.prediction.query import Query
+from ringprof.prediction.query import Query, find_run
 from ringprof.printed.benchmarks.rows import Flag, JudgedRow, flag
-from ringprof.report.text import TextStyle, clean
+from ringprof.report.text import TextStyle, clean, duration
 from ringprof.scale.workers import Notify, ignore_progress
-from ringprof.strategies.catalog import SPECS
+from ringprof.strategies.catalog import canonical_name
 from ringprof.workload.devices import device_named, peak_of
-from ringprof.workload.workload import Workload
 
-_SCHEMA = "ringprof.check/1"
-_MOST_ROWS = 20_000
+_CHECK_SCHEMA, _SETTLEMENT_SCHEMA = "ringprof.check/1", "ringprof.settlement/1"
+_SAVED, _MOST_SEARCHED = re.compile(rb'"schema":\s*"ringprof\.(?:prediction|advice|tuning)/'), 1 << 20
+"""Mark of a saved prediction, and the number of bytes from the start of a file in which it is searched."""
+_UNSTATED = ("auto", "", None)
+_SATURATED = 1e-9
 SLACK = 1.05
 """Factor by which a rate may exceed a kernel's best at any length."""
 _LENGTH_TOLERANCE = 0.25
 """Largest relative difference at which a time is attributed to another sequence length."""
-_NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?")
-_TIMES = ("time_ms", "tflops", "tflops_per_gpu_computed", "tflops_per_gpu_printed")
-_COUNTS = {"seq_global": "", "heads": "", "n_gpus": "", "kv_heads": "", "head_dim": "128", "batch": "1"}
-"""Columns with counts, and their defaults."""
-_CLUSTER_COLUMNS = ("hosts", "gpus_per_host")
-_SPELLINGS: Mapping[str, Mapping[str, str]] = {
-    "pass": {"": "fwd+bwd", "fwd": "fwd", "forward": "fwd", "bwd": "bwd", "backward": "bwd", "fwd+bwd": "fwd+bwd",
-             "forward+backward": "fwd+bwd"},
-    "causal": dict.fromkeys(("", "true", "t", "yes", "y", "1", "causal"), "causal")
-    | dict.fromkeys(("false", "f", "no", "n", "0", "full"), "full"),
-    "dtype": {"": "bf16", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
-              "fp32": "fp32", "float32": "fp32"},
-}  # fmt: skip
-"""Accepted spellings of a column, with their meaning."""
-_FLASH = re.compile(r"(?:fa|flash[-_ ]?att(?:entio)?n)[-_ v]*([234]?)(?![0-9])")
-_PAIRWISE = re.compile(r"transformer ?engine|\bte\b|megatron|magiattention cp_benchmark: (ring_p2p|usp|loongtrain)")
-"""Programs that send by Transformer Engine's ``flash_attn_p2p_communicate`` or a copy of it, in lower case."""
-_NAMES = ("id", "system", "strategy", "degrees", "kernel", "hardware")
-_KNOWN = {*_NAMES, *_TIMES, *_COUNTS, *_CLUSTER_COLUMNS, *_SPELLINGS}
+
+Percentiles = tuple[float, float, float]
+"""10th, 50th and 90th percentile of a predicted time in milliseconds."""
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One row of the table."""
+class Forecast:
+    """Saved prediction of the time per iteration."""
 
-    number: int
-    """Line of the file."""
-    name: str
-    query: Query | None
-    """Query for the prediction; None if the row is unreadable, for the reason in ``unreadable_reason``."""
-    measured_ms: float | None
-    tflops: float | None
-    """Measured TFLOP/s per GPU."""
-    part: str
-    """``fwd``, ``bwd`` or ``fwd+bwd``."""
-    unreadable_reason: str = ""
+    label: str
+    """Name of the choice in the advice that holds it; empty for a single prediction."""
+    query: Query
+    machine: str
+    device: str
+    predicted_ms: Percentiles
 
 
 @dataclass(frozen=True)
-class CheckedRow:
-    """A measurement with its prediction and its flags."""
+class Scored:
+    """Measured time beside the predicted one."""
 
-    row: Measurement
-    predicted_ms: tuple[float, float, float] | None
-    """10th, 50th and 90th percentile in milliseconds; None if the row cannot be predicted."""
+    measured: Measured
+    predicted_ms: Percentiles | None
+    """None if there is no prediction of the measurement."""
+    label: str = ""
+    """Name of the saved prediction's choice or strategy."""
+    machine: str = ""
+    """Machine of the saved prediction."""
     reason: str = ""
-    """Reason why the row cannot be predicted."""
+    """Reason why there is no prediction."""
     flags: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of (code, message)."""
+    """Pairs of (code, message) about a time that cannot be right."""
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured time, minus 1."""
-        if self.predicted_ms is None or not self.row.measured_ms:
+        """Relative error: the predicted median over the measured time, minus 1."""
+        if self.predicted_ms is None or not self.measured.ms:
             return None
-        return self.predicted_ms[1] / self.row.measured_ms - 1
+        return self.predicted_ms[1] / self.measured.ms - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured time lies between the 10th and the 90th percentile, as four of five should."""
+        if self.predicted_ms is None or not self.measured.ms:
+            return False
+        return self.predicted_ms[0] <= self.measured.ms <= self.predicted_ms[2]
+
+    @property
+    def deviations(self) -> float | None:
+        """Distance of the measured time from the predicted median, in standard deviations of a lognormal distribution.
+
+        Positive where the run took longer than predicted; None where the interval has no width.
+        """
+        if self.predicted_ms is None or not self.measured.ms:
+            return None
+        low, middle, high = self.predicted_ms
+        spread = math.log(high / low) / (2 * 1.2816)
+        return math.log(self.measured.ms / middle) / spread if spread > _SATURATED else None
 
 
-def read_rows(path: str) -> list[dict[str, str]]:
-    """Read the rows of a CSV file, keyed by its lower-case column names. Raises `InputError`."""
-    text = read_whole(path).decode("utf-8-sig", errors="replace")
-    header, _, body = text.partition("\n")
-    between = max(",;\t", key=header.count)
+# --- saved predictions --------------------------------------------------------------------------------
+
+
+def is_saved_prediction(path: str) -> bool:
+    """Return whether a path is the file of a prediction, an advice or a tuning; it may still be damaged."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return _SAVED.search(file.read(_MOST_SEARCHED)) is not None
+
+
+def is_prediction(path: str) -> bool:
+    """Return whether a path is a run that ``predict -o`` wrote."""
     try:
-        names = [name.strip().lower() for name in next(csv.reader([header], delimiter=between), [])]
-        rows = list(islice(csv.DictReader(io.StringIO(body), names, delimiter=between), _MOST_ROWS + 1))
-    except csv.Error as error:
-        raise InputError(f"{path}: not a table of measurements: {error}") from None
-    if not rows or not {"strategy", "seq_global", "heads", "n_gpus"} <= set(names) or not set(_TIMES) & set(names):
-        raise InputError(f"{path}: not a table of measurements: it needs strategy, seq_global, heads, n_gpus, time_ms")
-    if len(rows) > _MOST_ROWS:
-        raise InputError(f"{path}: at most {_MOST_ROWS} rows are checked at once")
-    return rows
+        return find_run(path).predicted is not None
+    except RingprofError:
+        return False
 
 
-def unknown_columns(rows: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Return the columns that are ignored."""
-    return [name for name in rows[0] if name and name not in _KNOWN]
+def read_forecasts(path: str) -> list[Forecast]:
+    """Read predictions: what ``predict`` or ``advise`` printed with ``--format json``, the folder of ``predict -o``, or
+    the file of ``bench --until-decided``.
+
+    Raises `InputError` for anything else.
+    """
+    if not is_folder(path):
+        data = decode_file(path, dict[str, Any], "a saved prediction")
+        try:
+            schema = data.get("schema")
+            if schema == "ringprof.prediction/1":
+                return [_forecast("", data)]
+            if schema == "ringprof.advice/1":
+                return [_forecast(choice["label"], choice) for choice in data["choices"]]
+            if schema == TUNING:
+                known = [_forecast(trial["label"], trial["forecast"]) for trial in data["trials"] if trial["forecast"]]
+                if not known:
+                    raise InputError(f"{path}: a tuning without predictions: no calibration covers its device")
+                return known
+        except LookupError as error:
+            raise InputError(f"{path}: not a saved prediction: it has no field {error}") from None
+        except (*UNREADABLE, TypeError) as error:
+            raise InputError(f"{path}: not a saved prediction: {error}") from None
+    run = find_run(path)
+    if run.predicted is None:
+        raise InputError(f"{path}: a recorded run, not a prediction: give the prediction first, then what was measured")
+    ms = (run.predicted.p10_ns / 1e6, run.predicted.p50_ns / 1e6, run.predicted.p90_ns / 1e6)
+    device = run.environment.devices[0] if run.environment.devices else ""
+    return [Forecast("", query_of_run(run, path), run.predicted.machine, device, ms)]
+
+
+def _forecast(label: str, data: JsonObject) -> Forecast:
+    question, times = data["question"], data["iteration_ms"]
+    low, middle, high = (float(times[name]) for name in ("p10", "p50", "p90"))
+    if not 0 < low <= middle <= high < math.inf:
+        raise ValueError("its times are not in order")
+    query = query_of_dict(question, Cluster())
+    return Forecast(label, query, question["machine"], question["device"], (low, middle, high))
+
+
+def score(forecasts: Sequence[Forecast], measured: Sequence[str]) -> list[Scored]:
+    """Score forecasts, at least one, against recorded runs and tables of measurements, given by their paths.
+
+    A measurement is scored against the first forecast of the same workload, strategy and cluster; other ones have a
+    reason in place of a prediction. Raises `InputError` where no measurement has such a forecast.
+    """
+    scores: list[Scored] = []
+    first = forecasts[0]
+    for path in measured:
+        for item in measurements(path, first.device, Cluster(gpus_per_host=first.query.cluster.gpus_per_host)):
+            if item.query is None:
+                scores.append(Scored(item, None, reason=item.reason))
+                continue
+            by_differences = [(differences(forecast, item), forecast) for forecast in forecasts]
+            fewest, forecast = min(by_differences, key=lambda pair: len(pair[0]))
+            if fewest:
+                scores.append(Scored(item, None, reason=f"not what was predicted: {', '.join(fewest)}"))
+            else:
+                label = forecast.label or forecast.query.strategy
+                scores.append(Scored(item, forecast.predicted_ms, label, forecast.machine))
+    if all(scored.predicted_ms is None for scored in scores):
+        reasons = "; ".join(f"{scored.measured.source}: {scored.reason}" for scored in scores[:3])
+        raise InputError(f"nothing to score: {reasons}")
+    return scores
+
+
+def differences(forecast: Forecast, measured: Measured) -> list[str]:
+    """Return the differences in workload, strategy and cluster in words, as ``GPUs 4 instead of 8``.
+
+    A kernel, transport or parameter that one side does not state is no difference.
+    """
+    assert measured.query is not None
+    predicted, other = forecast.query, measured.query
+    pairs: list[tuple[str, Any, Any]] = [
+        ("strategy", canonical_name(predicted.strategy), canonical_name(other.strategy)),
+        ("GPUs", predicted.cluster.size, other.cluster.size),
+        ("GPUs per node", predicted.cluster.gpus_per_host, other.cluster.gpus_per_host),
+    ]
+    first, second = (msgspec.to_builtins(query.workload) for query in (predicted, other))
+    # Layers and steps of a capture do not change the time of one iteration of a recording.
+    pairs += [(name, first[name], second[name]) for name in first if name not in ("layers", "steps")]
+    device, other_device = (device_named(side.device) or side.device for side in (forecast, measured))
+    stated: list[tuple[str, Any, Any]] = [
+        ("kernel", predicted.kernel, other.kernel), ("hops", predicted.hops, other.hops),
+        ("device", device, other_device),
+    ]  # fmt: skip
+    pairs += [(name, a, b) for name, a, b in stated if a not in _UNSTATED and b not in _UNSTATED]
+    pairs += [
+        (name, predicted.params[name], other.params[name]) for name in sorted(predicted.params.keys() & other.params)
+    ]
+    return [f"{name} {b} instead of {a}" for name, a, b in pairs if a != b]
+
+
+# --- rows of tables and benchmark logs ----------------------------------------------------------------
 
 
 def check_rows(
     rows: Sequence[Mapping[str, str | None]], machine: Calibration, schedule_of: ScheduleOf, cluster: Cluster,
     notify: Notify = ignore_progress,
-) -> list[CheckedRow]:  # fmt: skip
+) -> list[Scored]:  # fmt: skip
     """Check rows against a machine; ``cluster`` gives the network, and the GPUs per host where a row does not."""
     cache: dict[Any, Any] = {}
     checked = []
@@ -151,7 +247,7 @@ def check_log_rows(
     for (row, _), checked in zip(measurements, checked_rows, strict=True):
         for code, message in checked.flags:
             if code != "above_peak":
-                yield flag(row.row, code, "error", f"{row.row.system}: {message}", checked.row.measured_ms)
+                yield flag(row.row, code, "error", f"{row.row.system}: {message}", checked.measured.ms)
 
 
 def _as_measurement(judged: JudgedRow) -> dict[str, str | None] | None:
@@ -172,134 +268,24 @@ def _as_measurement(judged: JudgedRow) -> dict[str, str | None] | None:
     }  # fmt: skip
 
 
-class _UnreadableRowError(Exception):
-    """A value of a row is missing or not understood."""
-
-
-def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: Cluster) -> Measurement:
-    """Read one row of the table; a row that was measured on another ``device`` has no query."""
-    cells = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
-    measurement = Measurement(number, cells.get("id") or cells.get("strategy") or "", None, None, None, "")
-    try:
-        part, workload, cluster = _read_workload(cells, cluster)
-        speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
-        measured_ms, tflops = speeds.pop("time_ms", None), next(iter(speeds.values()), None)
-        flops = workload.model_flops() * 5 / 7 if part == "bwd" else workload.model_flops()
-        flops = flops / cluster.size / 1e9
-        if measured_ms is None and tflops:
-            measured_ms = flops / tflops
-        measurement = replace(
-            measurement, part=part, measured_ms=measured_ms, tflops=flops / measured_ms if measured_ms else None
-        )
-        return replace(measurement, query=_query_of(cells, workload, cluster, device))
-    except _UnreadableRowError as error:
-        return replace(measurement, unreadable_reason=str(error))
-
-
-def _number(name: str, text: str) -> float:
-    """Read a positive number. Raises `_UnreadableRowError`."""
-    number = float(text) if _NUMBER.fullmatch(text) else 0.0
-    if not number:
-        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number")
-    return number
-
-
-def _count(name: str, text: str) -> int:
-    """Read a positive integer. Raises `_UnreadableRowError`."""
-    count = whole(text.removesuffix(".0"))  # pandas writes 65536.0 if another row lacks the value
-    if not count or count > 1 << 40:
-        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
-    return count
-
-
-def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Workload, Cluster]:
-    """Return pass, workload and cluster of a row. Raises `_UnreadableRowError`."""
-    meanings = {}
-    for column, meaning_of in _SPELLINGS.items():
-        spelling = cells.get(column, "").lower().removeprefix("torch.")
-        if spelling not in meaning_of:
-            raise _UnreadableRowError(f"{column} {spelling[:40]!r} is none of {', '.join(filter(None, meaning_of))}")
-        meanings[column] = meaning_of[spelling]
-    defaults = _COUNTS | {"kv_heads": cells.get("heads", "")}
-    seq, heads, world_size, kv_heads, head_dim, batch = (
-        _count(name, cells.get(name, defaults[name])) for name in _COUNTS
-    )
-    workload = Workload(
-        seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch, causal=meanings["causal"] == "causal",
-        backward=meanings["pass"] != "fwd", dtype=meanings["dtype"],
-    )  # fmt: skip
-    cluster_sizes = {name: _count(name, cells[name]) for name in _CLUSTER_COLUMNS if name in cells}
-    usual_per_host = world_size // cluster_sizes["hosts"] if "hosts" in cluster_sizes else cluster.gpus_per_host
-    per_host = min(world_size, cluster_sizes.get("gpus_per_host", usual_per_host))
-    hosts = cluster_sizes.get("hosts") or world_size // per_host
-    if hosts * per_host != world_size:
-        raise _UnreadableRowError(f"n_gpus {world_size} is not {hosts} hosts of {per_host}")
-    return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
-
-
-def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, device: str) -> Query:
-    """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
-    name = cells.get("strategy", "").lower().replace("_", "-")
-    if name not in SPECS:
-        raise _UnreadableRowError("a strategy that ringprof has not")
-    measured_device, machine_device = map(device_named, (cells.get("hardware"), device))
-    if measured_device and machine_device and measured_device != machine_device:
-        raise _UnreadableRowError(f"measured on {measured_device}, and the machine is {machine_device}")
-    params: Params = {}
-    degrees = cells.get("degrees", "").lower()
-    ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
-    if ulysses and name in ("usp", "double-ring"):
-        params["ulysses_degree"] = int(ulysses[1])
-    if name == "usp" and "ring-first" in degrees:
-        params["placement"] = "ring-first"
-    if window and name in ("burst", "double-ring"):
-        params["ring_window"] = int(window[1])
-    if "flat ring" in degrees and name == "burst":
-        params["double_ring"] = False
-    if name == "allgather" and workload.causal:
-        params["layout"] = "zigzag"
-    system = cells.get("system", "").lower()
-    pairwise = _PAIRWISE.search(system) is not None
-    kernel = _kernel_name(cells.get("kernel", "").lower())
-    one_stream = "magiattention cp_benchmark" in system
-    return Query(
-        name, workload, cluster, kernel, params=params, pairwise=pairwise, one_stream=one_stream,
-        repacks=one_stream and kernel == "flash-attn-3",
-    )  # fmt: skip
-
-
-def _kernel_name(text: str) -> str:
-    """Return ringprof's name of a kernel. Raises `_UnreadableRowError` for an unknown one."""
-    from ringprof.strategies.kernels.registry import KERNELS
-
-    flash = _FLASH.match(text)
-    if flash:
-        return "flash-attn" + (f"-{flash[1]}" if flash[1] in ("3", "4") else "")
-    name = next((name for name in KERNELS if name in text), None)
-    if text and name is None:
-        raise _UnreadableRowError(f"a kernel that ringprof has not, {text[:40]!r}")
-    return name or "auto"
-
-
-def _check(row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> CheckedRow:
+def _check(row: Measured, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]) -> Scored:
     """Predict a measurement and flag it if the times cannot belong together."""
     flags = list(_flag_impossible_rates(row, machine))
     if row.query is None:
-        return CheckedRow(row, None, row.unreadable_reason, flags)
+        return Scored(row, None, reason=row.reason, flags=flags)
     try:
         predicted = _predicted_ms(row, row.query, machine, schedule_of, cache)
     except RingprofError as error:
-        return CheckedRow(row, None, str(error), flags)
-    checked = CheckedRow(row, predicted, "", flags)
-    if row.measured_ms and not 0.4 < predicted[1] / row.measured_ms < 2.5:
+        return Scored(row, None, reason=str(error), flags=flags)
+    if row.ms and not 0.4 < predicted[1] / row.ms < 2.5:
         flags += _flag_other_length(row, machine, schedule_of, cache)
-    if row.measured_ms and row.measured_ms < predicted[0] / 1.5 and not flags:
-        message = f"{row.measured_ms:.2f} ms, where this machine needs {predicted[0]:.2f} at the least"
+    if row.ms and row.ms < predicted[0] / 1.5 and not flags:
+        message = f"{row.ms:.2f} ms, where this machine needs {predicted[0]:.2f} at the least"
         flags.append(("too_fast", message))
-    return checked
+    return Scored(row, predicted, flags=flags)
 
 
-def _flag_impossible_rates(row: Measurement, machine: Calibration) -> list[tuple[str, str]]:
+def _flag_impossible_rates(row: Measured, machine: Calibration) -> list[tuple[str, str]]:
     """Flag rates that no such device has reached with any strategy."""
     if row.tflops is None:
         return []
@@ -340,10 +326,10 @@ def _best_tflops(curves: Curves, phase: Phase) -> float:
 
 
 def _flag_other_length(
-    row: Measurement, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measured, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> list[tuple[str, str]]:
     """Flag a time that fits a sequence two or four times as long or as short."""
-    assert row.query is not None and row.measured_ms
+    assert row.query is not None and row.ms
     for factor in (4.0, 2.0, 0.5, 0.25):
         seq = int(row.query.workload.seq * factor)
         other = replace(row.query, workload=msgspec.structs.replace(row.query.workload, seq=seq))
@@ -351,13 +337,13 @@ def _flag_other_length(
             median_ms = _predicted_ms(row, other, machine, schedule_of, cache)[1]
         except RingprofError:
             continue
-        if abs(median_ms / row.measured_ms - 1) < _LENGTH_TOLERANCE:
-            return [("length", f"{row.measured_ms:.2f} ms is what {seq} tokens take, not {row.query.workload.seq}")]
+        if abs(median_ms / row.ms - 1) < _LENGTH_TOLERANCE:
+            return [("length", f"{row.ms:.2f} ms is what {seq} tokens take, not {row.query.workload.seq}")]
     return []
 
 
 def _predicted_ms(
-    row: Measurement, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
+    row: Measured, query: Query, machine: Calibration, schedule_of: ScheduleOf, cache: dict[Any, Any]
 ) -> tuple[float, float, float]:
     """Return percentiles in milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 
@@ -379,27 +365,38 @@ def _predicted_ms(
     return low, middle, high
 
 
-def check_text(checked_rows: Sequence[CheckedRow], unknown: Sequence[str], form: str, style: TextStyle) -> str:
+# --- shown --------------------------------------------------------------------------------------------
+
+
+def _split(scored: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
+    """Return the scores, and the measurements without a prediction."""
+    return [item for item in scored if item.predicted_ms], [item for item in scored if not item.predicted_ms]
+
+
+def _percentiles(scored: Scored) -> JsonObject | None:
+    return scored.predicted_ms and dict(zip(("p10", "p50", "p90"), scored.predicted_ms, strict=True))
+
+
+def check_text(checked_rows: Sequence[Scored], unknown: Sequence[str], form: str, style: TextStyle) -> str:
     """Return the checked table and the ignored columns, as text or as JSON."""
     if form == "json":
         rows = [
             {
-                "line": checked.row.number, "name": checked.row.name, "measured_ms": checked.row.measured_ms,
-                "predicted_ms": checked.predicted_ms
-                and dict(zip(("p10", "p50", "p90"), checked.predicted_ms, strict=True)),
+                "line": checked.measured.line, "name": checked.measured.source, "measured_ms": checked.measured.ms,
+                "predicted_ms": _percentiles(checked),
                 "error": checked.error, "reason": checked.reason or None,
                 "flags": [{"code": code, "message": message} for code, message in checked.flags],
             }
             for checked in checked_rows
         ]  # fmt: skip
-        return json_text({"schema": _SCHEMA, "columns_not_looked_at": list(unknown), "rows": rows})
+        return json_text({"schema": _CHECK_SCHEMA, "columns_not_looked_at": list(unknown), "rows": rows})
     lines = ["line  measured ms  PREDICTED ms         error"]
     for checked in checked_rows:
-        measured = f"{checked.row.measured_ms:,.2f}" if checked.row.measured_ms else "-"
+        measured = f"{checked.measured.ms:,.2f}" if checked.measured.ms else "-"
         predicted = f"{checked.predicted_ms[1]:,.2f}" if checked.predicted_ms else "-"
         error = f"{100 * checked.error:+.1f} %" if checked.error is not None else ""
-        name = clean(checked.row.name)
-        lines.append(f"{checked.row.number:>4}  {measured:>11}  {predicted:>12}  {error:>12}  {name}")
+        name = clean(checked.measured.source)
+        lines.append(f"{checked.measured.line:>4}  {measured:>11}  {predicted:>12}  {error:>12}  {name}")
         lines += [f"      {code}: {clean(message)}" for code, message in checked.flags]
         if checked.reason:
             lines.append(f"      not predicted: {clean(checked.reason)}")
@@ -411,4 +408,46 @@ def check_text(checked_rows: Sequence[CheckedRow], unknown: Sequence[str], form:
     lines.append(f"{flagged} of {len(checked_rows)} rows flagged")
     if unknown:
         lines.append(f"columns not looked at: {clean(', '.join(unknown))}")
+    return style.finish(style.fit("\n".join(lines)))
+
+
+def scores_dict(scored: Sequence[Scored]) -> JsonObject:
+    """Return the scores of saved predictions as a dict of schema ``ringprof.settlement/1``."""
+    scores, others = _split(scored)
+    return {
+        "schema": _SETTLEMENT_SCHEMA,
+        "scores": [
+            {
+                "source": score.measured.source, "forecast": score.label, "machine": score.machine,
+                "measured_ms": round(score.measured.ms or 0.0, 4), "predicted_ms": _percentiles(score),
+                "error": round(score.error or 0.0, 5), "inside": score.inside,
+                "deviations": None if score.deviations is None else round(score.deviations, 3),
+            }
+            for score in scores
+        ],
+        "inside": sum(score.inside for score in scores), "count": len(scores),
+        "median_error": round(median(score.error or 0.0 for score in scores), 5),
+        "others": [{"source": other.measured.source, "reason": other.reason} for other in others],
+    }  # fmt: skip
+
+
+def scores_text(scored: Sequence[Scored], style: TextStyle) -> str:
+    """Return the scores of saved predictions as text that ends with a newline."""
+    scores, others = _split(scored)
+    lines = []
+    for score in scores:
+        error, measured_ns = score.error or 0.0, (score.measured.ms or 0.0) * 1e6
+        low, middle, high = (duration(ms * 1e6) for ms in score.predicted_ms or ())
+        amount = percent(abs(error))
+        verdict = f"{amount} too {'long' if error > 0 else 'short'}" if round(error, 3) else "exact"
+        side = "inside" if score.inside else "outside"
+        lines += [
+            f"{clean(score.measured.source)}: {clean(score.label)}",
+            f"  measured {duration(measured_ns)}, predicted {middle} ({low} to {high}): {verdict}, {side} the interval",
+        ]
+    count = len(scores)
+    if count > 1:
+        inside = sum(score.inside for score in scores)
+        lines.append(f"{inside} of {count} inside their intervals, of which four of five should be")
+    lines += [f"not scored: {clean(other.measured.source)}: {clean(other.reason, 300)}" for other in others]
     return style.finish(style.fit("\n".join(lines)))

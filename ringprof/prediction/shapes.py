@@ -10,7 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import msgspec
 
@@ -37,12 +36,8 @@ MESSAGES = tuple(size * _MIB for size in (1, 4, 16, 32, 64, 128, 256, 512, 1024)
 COLLECTIVE_BYTES = tuple(size * _MIB for size in (16, 128, 512))
 
 
-class KernelCase(NamedTuple):
-    """A block to measure with a kernel."""
-
-    kernel: str
-    block: AttentionOp
-    parts: MaskBlocks | None = None
+KernelCase = tuple[str, AttentionOp, MaskBlocks | None]
+"""A block to measure with a kernel: the kernel's name, the block, and the parts of its mask."""
 
 
 def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
@@ -60,14 +55,14 @@ def kernel_cases(kernels: Sequence[str]) -> list[KernelCase]:
             shapes = [*_square_blocks(lengths, heads, kv_heads)]
             for q, kv in _GATHERED if is_first_shape else ():
                 shapes += [_attention_op(phase, q, kv, heads, kv_heads, causal=False) for phase in _PHASES]
-            cases += [KernelCase(kernel, block) for block in shapes if block.flops() < _MAX_FLOPS]
+            cases += [(kernel, block, None) for block in shapes if block.flops() < _MAX_FLOPS]
         if KERNELS[kernel].takes_windows and KERNELS[kernel].varlen:
             cases += _masked_cases(kernel)
     random.Random(0).shuffle(cases)
     # Take the same fraction of every kernel's cases, so that none is left out if time is short.
-    totals, counts = Counter(case.kernel for case in cases), dict.fromkeys(kernels, 0)
+    totals, counts = Counter(kernel for kernel, _, _ in cases), dict.fromkeys(kernels, 0)
     order = []
-    for number, kernel in enumerate(case.kernel for case in cases):
+    for number, kernel in enumerate(kernel for kernel, _, _ in cases):
         counts[kernel] += 1
         order.append((counts[kernel] / totals[kernel], number))
     return [cases[index] for _, index in sorted(order)]
@@ -108,7 +103,7 @@ def _mask_cases(kernel: str, rectangles: Sequence[AttnRectangle], heads: int, kv
         block = _attention_op(
             phase, mask_blocks.queries, mask_blocks.keys, heads, kv_heads, causal=rectangles[0].left == NO_LIMIT
         )
-        yield KernelCase(
+        yield (
             kernel, msgspec.structs.replace(block, pairs=mask_blocks.area, sequences=len(rectangles)), mask_blocks
         )  # fmt: skip
 

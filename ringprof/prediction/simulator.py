@@ -42,7 +42,7 @@ class BlockTime:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class LinkTransfer:
     """Data that one member of a ring sends to the next."""
 
     size_bytes: float
@@ -70,7 +70,7 @@ class Machine(Protocol):
     def host_ns_per_op(self, program: Program) -> Sequence[float]:
         """Return the host's nanoseconds per operation of a rank, before the device can start the operation."""
 
-    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> LinkTransfer:
         """Return the transfer of one hop from ``sender`` to ``receiver``."""
 
     def collective_ns(self, comm_op: CommStart) -> float:
@@ -80,7 +80,7 @@ class Machine(Protocol):
         """Return the fraction of the device's rate that a transfer kernel takes from a block; 0 for copy engines."""
 
     def capacity(self, link: Hashable) -> float:
-        """Return the bytes per nanosecond of a link that a `Transfer` names."""
+        """Return the bytes per nanosecond of a link that a `LinkTransfer` names."""
 
     def hop_starts_first(self, rank: int, op_index: int) -> bool:
         """Return whether a hop starts before a block that became ready at the same time."""

@@ -135,7 +135,7 @@ def remarks(prediction: PredictionResult) -> list[str]:
         lines.append(_channels_line(prediction))
     if spans.total("same_host") > _NOTABLE * time_ns and _copy_engines_may_help(prediction):
         lines.append("hops inside a node are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
-    lines += [clean(warning.message, LONGEST_SENTENCE) for warning in warnings_of(prediction)]
+    lines += [clean(warning["message"], LONGEST_SENTENCE) for warning in warnings_of(prediction)]
     return [*lines, ""] if lines else []
 
 

@@ -26,7 +26,7 @@ from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.observed_schedule import memory_op_bytes
 from ringprof.prediction.predict import time_breakdown
 from ringprof.prediction.query import uses_legacy_schedule
-from ringprof.prediction.simulator import BlockTime, Transfer, simulate
+from ringprof.prediction.simulator import BlockTime, LinkTransfer, simulate
 
 _SCHEMA = "ringprof.what-if/1"
 _LINKS = ("same_host", "other_host")
@@ -283,7 +283,7 @@ class _Replay:
     def host_ns_per_op(self, program: Program) -> list[float]:
         return [0.0] * len(program.ops)
 
-    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
+    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> LinkTransfer:
         total_bytes = sum(comm_op.messages)
         same_host = self._links.cluster.host(sender) == self._links.cluster.host(receiver)
         speedup = self._changes.links.get("same_host" if same_host else "other_host", 1.0)
@@ -293,9 +293,9 @@ class _Replay:
             if not (same_host and self._crosses_hosts(rank, comm_op)) and (rate := self._observed_rate(rank, comm_op))
         ]
         if rates and self._crosses_as_before(sender, receiver):
-            return Transfer(total_bytes, max(rates) * speedup, 0.0, ())
+            return LinkTransfer(total_bytes, max(rates) * speedup, 0.0, ())
         transfer = self._links.transfer(comm_op, sender, receiver)
-        return Transfer(total_bytes, transfer.cap * speedup, transfer.latency_ns, transfer.links)
+        return LinkTransfer(total_bytes, transfer.cap * speedup, transfer.latency_ns, transfer.links)
 
     def _observed_rate(self, rank: int, comm_op: CommStart) -> float | None:
         """Return a transfer's measured bytes per nanosecond; None if it was carried otherwise or not seen."""

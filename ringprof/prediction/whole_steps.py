@@ -33,8 +33,8 @@ traffic of parameters."""
 STEP_SPREAD = 0.03
 """Relative standard deviation of a whole step, beside that of its parts, on another host than the layers'.
 
-With so much, five of the six steps of benchmarks/data/h200_steps.csv lie inside where each is left out, and four where
-both of a host are.
+With so much, five of the six steps of dev/benchmarks/data/h200_steps.csv lie inside where each is left out, and four
+where both of a host are.
 """
 _NORMAL_80 = 1.2816
 """Standard deviations from the median to the ends of the middle 80 %."""

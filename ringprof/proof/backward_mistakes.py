@@ -6,15 +6,15 @@ All functions are pure and compute in float64 over the whole sequence, one batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from ringprof.proof.dense import Tensors
+from ringprof.proof.dense import REFERENCE, Tensors, each_kv_head
 from ringprof.proof.visible_keys import relative_rank, shown_by_mask
+from ringprof.strategies.kernels.kernel import Gradients
+from ringprof.strategies.kernels.merge import row_product
 from ringprof.workload.workload import Workload
 
 BACKWARD_MISTAKES = {
@@ -31,84 +31,38 @@ BACKWARD_MISTAKES = {
 """Mistakes that `gradients_under` knows, each with its words after the name of a gradient."""
 
 
-@dataclass(frozen=True)
-class _Group:
-    """One batch entry and kv head with its G query heads, over S tokens, in float64."""
-
-    batch: int
-    kv_head: int
-    heads: slice
-    q: Tensor
-    """Queries (G, S, D)."""
-    k: Tensor
-    """Keys (S, D)."""
-    dout: Tensor
-    """Gradient of the output (G, S, D)."""
-    scores: Tensor
-    """Scores (G, S, S), scaled."""
-    dweights: Tensor
-    """Gradient of the weights (G, S, S)."""
-
-
-def _groups(full: Tensors, workload: Workload, scale: float) -> Iterator[_Group]:
-    size = workload.heads // workload.kv_heads
-    for batch in range(workload.batch):
-        for kv_head in range(workload.kv_heads):
-            heads = slice(kv_head * size, (kv_head + 1) * size)
-            q, dout = (x[batch, :, heads].double().transpose(0, 1) for x in (full.q, full.dout))
-            k, v = (x[batch, :, kv_head].double() for x in (full.k, full.v))
-            yield _Group(batch, kv_head, heads, q, k, dout, q @ k.T * scale, dout @ v.T)
-
-
-def _weights_and_dscores(
-    group: _Group, mask: Tensor, holder: Tensor, scale: float, mistake: str = "", other_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the weights and the gradients of the scores (G, S, S), under a mistake of `BACKWARD_MISTAKES` or none.
-
-    With ``other_mask`` weights are recomputed from the right LSE with another mask.
-    """
-    masked = group.scores.masked_fill(~mask, -torch.inf)
-    weights = masked.softmax(2)
-    delta = (weights * group.dweights).sum(2, keepdim=True)
-    if other_mask is not None:
-        weights = (group.scores - masked.logsumexp(2, keepdim=True)).exp() * other_mask
-    if mistake == "no delta":
-        delta = torch.zeros_like(delta)
-    if mistake.startswith("own"):
-        own_weights, own_delta = torch.zeros_like(weights), torch.zeros_like(weights)
-        for rank in torch.unique(holder):
-            keys = holder == rank
-            own_weights[..., keys] = masked[..., keys].softmax(2).nan_to_num(0)
-            own_delta[..., keys] = (own_weights * group.dweights)[..., keys].sum(2, keepdim=True)
-        delta = own_delta if "delta" in mistake else delta
-        weights = own_weights if "softmax" in mistake else weights
-    return weights, weights * (group.dweights - delta) * scale
-
-
 def gradients_under(mistake: str, full: Tensors, workload: Workload, scale: float, holder: Tensor) -> dict[str, Tensor]:
     """Return dq (B, S, H, D), dk and dv (B, S, Hkv, D) under a mistake of `BACKWARD_MISTAKES`.
 
     ``holder`` (S) is the rank that holds each token.
     """
     positions = torch.arange(workload.seq, device=holder.device)
-    mask, other_mask = shown_by_mask(workload, positions, positions), None
+    mask = used_mask = shown_by_mask(workload, positions, positions)
     if mistake == "no mask":
-        other_mask = torch.ones_like(mask)
+        used_mask = torch.ones_like(mask)
     elif mistake == "local mask":
         local_index = torch.empty_like(holder)
         for rank in torch.unique(holder):
             local_index[holder == rank] = torch.arange(int((holder == rank).sum()), device=holder.device)
-        other_mask = local_index[:, None] >= local_index
+        used_mask = local_index[:, None] >= local_index
     elif mistake == "mask of own rank":
-        other_mask = mask | (holder[:, None] != holder)
+        used_mask = mask | (holder[:, None] != holder)
     elif mistake in ("no documents", "no window"):
-        other_mask = shown_by_mask(replace(workload, **{mistake.split()[1]: None}), positions, positions)
+        used_mask = shown_by_mask(replace(workload, **{mistake.split()[1]: None}), positions, positions)
+    by_rank = mistake.startswith("own")
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (full.q, full.k, full.v))
-    for group in _groups(full, workload, scale):
-        weights, dscores = _weights_and_dscores(group, mask, holder, scale, mistake, other_mask)
-        dq[group.batch, :, group.heads] = (dscores @ group.k).transpose(0, 1)
-        dk[group.batch, :, group.kv_head] = torch.einsum("gqk,gqd->kd", dscores, group.q)
-        dv[group.batch, :, group.kv_head] = torch.einsum("gqk,gqd->kd", weights, group.dout)
+    for entry, heads, kv_head, (q, k, v, dout) in each_kv_head(full, workload):
+        out, lse = REFERENCE.forward_masked(q, k, v, scale, mask)
+        delta = row_product(dout, torch.zeros_like(out) if mistake == "no delta" else out)
+        for keys in [positions[holder == rank] for rank in torch.unique(holder)] if by_rank else [positions]:
+            if by_rank:
+                own_out, own_lse = REFERENCE.forward_masked(q, k[:, keys], v[:, keys], scale, mask[:, keys])
+                # A query may see no key of a rank.
+                delta = row_product(dout, own_out.nan_to_num(0)) if "delta" in mistake else delta
+                lse = own_lse.masked_fill(own_lse.isneginf(), 0) if "softmax" in mistake else lse
+            parts = _between(positions, keys, [q, k, v, dout], lse, delta, scale, used_mask)
+            dq[entry, :, heads] += parts[0][0]
+            dk[entry, keys, kv_head], dv[entry, keys, kv_head] = (x[0].sum(1) for x in parts[1:])
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
@@ -124,19 +78,28 @@ def gradient_parts(
     all_positions = torch.arange(workload.seq, device=holder.device)
     mask = shown_by_mask(workload, all_positions, all_positions)
     shape = (ranks, workload.batch, len(positions), workload.heads, workload.head_dim)
-    parts = {name: torch.zeros(shape, dtype=torch.float64, device=holder.device) for name in ("dq", "dk", "dv")}
-    for group in _groups(full, workload, scale):
-        weights, dscores = _weights_and_dscores(group, mask, holder, scale)
+    results = {name: torch.zeros(shape, dtype=torch.float64, device=holder.device) for name in ("dq", "dk", "dv")}
+    for entry, heads, _, (q, k, v, dout) in each_kv_head(full, workload):
+        out, lse = REFERENCE.forward_masked(q, k, v, scale, mask)
+        delta = row_product(dout, out)
+        softmax = [q, k, v, dout], lse, delta, scale, mask
         for rank in range(ranks):
-            tokens = holder == rank
-            own_part = {
-                "dq": dscores[:, positions][..., tokens] @ group.k[tokens],
-                "dk": dscores[:, tokens][..., positions].transpose(1, 2) @ group.q[:, tokens],
-                "dv": weights[:, tokens][..., positions].transpose(1, 2) @ group.dout[:, tokens],
-            }
-            for name, part in own_part.items():
-                parts[name][rank, group.batch, :, group.heads] = part.transpose(0, 1)
-    return parts
+            tokens = all_positions[holder == rank]
+            parts = _between(positions, tokens, *softmax)[:1] + _between(tokens, positions, *softmax)[1:]
+            for result, part in zip(results.values(), parts, strict=True):
+                result[rank, entry, :, heads] = part[0]
+    return results
+
+
+def _between(
+    queries: Tensor, keys: Tensor, tensors: list[Tensor], lse: Tensor, delta: Tensor, scale: float, mask: Tensor
+) -> Gradients:
+    """Return what queries and keys at some positions give each other of dq, and of dk and dv per query head."""
+    q, k, v, dout = tensors
+    return REFERENCE.backward_masked(
+        dout[:, queries], q[:, queries], k[:, keys], v[:, keys], lse[..., queries], None, delta[..., queries], scale,
+        mask[queries][:, keys],
+    )  # fmt: skip
 
 
 def coefficients(x: Tensor, parts: Tensor, limit: float) -> list[float]:

@@ -27,22 +27,24 @@ times that error is allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringprof.common.json_object import JsonObject
+from ringprof.common.json_object import JsonObject, from_json, to_json
 from ringprof.iteration.resolve import torch_dtype
 from ringprof.iteration.shard import drawn_sinks
 from ringprof.proof.result import TensorCheck
 from ringprof.ranks.process_group import GroupRanks
 from ringprof.run import TensorError
 from ringprof.strategies.kernels.merge import row_product, with_sinks
-from ringprof.strategies.kernels.reference import MaskedReference
+from ringprof.strategies.kernels.reference import MaskedReference, ReferenceKernel
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from ringprof.workload.workload import Workload
@@ -56,6 +58,9 @@ KERNEL_ERROR_LIMIT = 16
 SINGLE_FLOOR = 64
 TOKEN_FACTOR = 4.0
 """Factor by which the error of one token may exceed the bound over all tokens."""
+_Value = TypeVar("_Value")
+REFERENCE = ReferenceKernel()
+"""Dense attention in float64 of any queries over any keys, as many kv heads as heads."""
 
 
 @dataclass(frozen=True)
@@ -130,58 +135,52 @@ def kernel_results(
     return results
 
 
-def reference_results(full: Tensors, workload: Workload, scale: float | None = None) -> dict[str, Tensor]:
-    """Compute the float64 reference of output and gradients, by name, over the whole sequence.
+def each_kv_head(full: Tensors, workload: Workload) -> Iterator[tuple[int, slice, int, list[Tensor]]]:
+    """Yield each batch entry and kv head: the entry, the query heads, the kv head, and q, k, v and dout of these.
 
-    Computes one batch entry and kv head at a time, because the scores of all heads would not fit on a device.
+    The tensors are (1, S, query heads, D) in float64, with k and v expanded. The scores of all heads would not fit on
+    a device.
     """
+    group = workload.heads // workload.kv_heads
+    for entry, kv_head in product(range(workload.batch), range(workload.kv_heads)):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        q, dout = (x[entry : entry + 1, :, heads].double() for x in (full.q, full.dout))
+        k, v = (x[entry, None, :, kv_head, None].double().expand(-1, -1, group, -1) for x in (full.k, full.v))
+        yield entry, heads, kv_head, [q, k, v, dout]
+
+
+def reference_results(full: Tensors, workload: Workload, scale: float | None = None) -> dict[str, Tensor]:
+    """Compute the float64 reference of output and gradients, by name, over the whole sequence."""
     kernel = MaskedReference(workload.mask(), softcap=workload.softcap or 0.0)
-    group, sinks = workload.heads // workload.kv_heads, drawn_sinks(workload, full.q.device)
-    collected: dict[str, list[list[Tensor]]] = {}
-    for batch in range(workload.batch):
-        parts: dict[str, list[Tensor]] = {}
-        for head in range(workload.kv_heads):
-            q_heads, kv_heads = slice(head * group, (head + 1) * group), slice(head, head + 1)
-            q, k, v, dout = (
-                x[batch : batch + 1, :, heads].double()
-                for x, heads in ((full.q, q_heads), (full.k, kv_heads), (full.v, kv_heads), (full.dout, q_heads))
-            )
-            head_dout = dout if workload.backward else None
-            head_sinks = None if sinks is None else sinks[q_heads]
-            for name, tensor in kernel_results(
-                kernel, q, k, v, head_dout, {"causal": workload.causal}, scale, head_sinks
-            ).items():
-                parts.setdefault(name, []).append(tensor)
-        for name, tensors in parts.items():
-            collected.setdefault(name, []).append(tensors)
-    return {name: torch.cat([torch.cat(row, dim=2) for row in rows]) for name, rows in collected.items()}
+    sinks, results = drawn_sinks(workload, full.q.device), dict[str, Tensor]()
+    for entry, heads, kv_head, (q, k, v, dout) in each_kv_head(full, workload):
+        own_sinks = None if sinks is None else sinks[heads]
+        block, own_dout = {"causal": workload.causal}, dout if workload.backward else None
+        for name, x in kernel_results(kernel, q, k[:, :, :1], v[:, :, :1], own_dout, block, scale, own_sinks).items():
+            of_keys = name in ("dk", "dv")
+            if name not in results:
+                size = workload.kv_heads if of_keys else workload.heads
+                results[name] = x.new_empty(workload.batch, x.shape[1], size, x.shape[3])
+            results[name][entry, :, slice(kv_head, kv_head + 1) if of_keys else heads] = x[0]
+    return results
 
 
-@dataclass(frozen=True)
-class References:
-    """This rank's share of two results over the whole sequence, by name."""
+def reference_shares(
+    full: Tensors, workload: Workload, kernel: Any, shard: Callable[[Tensor], Tensor], scale: float | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return this rank's share of dense attention in float64 and of one call of ``kernel``, each by name.
 
-    exact: dict[str, Tensor]
-    """Dense attention in float64."""
-    kernel: dict[str, Tensor]
-    """One call of a kernel."""
+    Both are computed on the full inputs; ``shard`` returns this rank's tokens of a full tensor.
+    """
 
-    @classmethod
-    def of(
-        cls, full: Tensors, workload: Workload, kernel: Any, shard: Callable[[Tensor], Tensor],
-        scale: float | None = None,
-    ) -> References:  # fmt: skip
-        """Compute both on the full inputs; ``shard`` returns this rank's tokens of a full tensor."""
+    def shares(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        # Each whole tensor is freed before the next is sharded. ``dsinks`` is a sum over all tokens.
+        parts = ((name, whole.pop(name)) for name in list(whole))
+        return {name: x.sum((0, 1, 3)) if name == "dsinks" else shard(x) for name, x in parts}
 
-        def shares(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-            # Each whole tensor is freed before the next is sharded. ``dsinks`` is a sum over all tokens.
-            parts = ((name, whole.pop(name)) for name in list(whole))
-            return {name: x.sum((0, 1, 3)) if name == "dsinks" else shard(x) for name, x in parts}
-
-        exact = shares(reference_results(full, workload, scale))
-        dout, sinks = full.dout if workload.backward else None, drawn_sinks(workload, full.q.device)
-        block = whole_block(workload)
-        return cls(exact, shares(kernel_results(kernel, full.q, full.k, full.v, dout, block, scale, sinks)))
+    exact = shares(reference_results(full, workload, scale))
+    dout, sinks = full.dout if workload.backward else None, drawn_sinks(workload, full.q.device)
+    return exact, shares(kernel_results(kernel, full.q, full.k, full.v, dout, whole_block(workload), scale, sinks))
 
 
 def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int, explained_rms: float = 0.0) -> float:
@@ -198,84 +197,76 @@ def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int, explained_rms:
 
 
 def compare_results(
-    results: dict[str, Tensor], references: References, positions: Tensor, dtype: torch.dtype,
-    hops: Callable[[str], int], ranks: GroupRanks, explained_rms: float = 0.0,
+    results: dict[str, Tensor], exact_results: dict[str, Tensor], of_kernel: dict[str, Tensor], positions: Tensor,
+    dtype: torch.dtype, hops: Callable[[str], int], ranks: GroupRanks, explained_rms: float = 0.0,
     not_by_token: Collection[str] = ("dsinks",),
 ) -> tuple[dict[str, TensorCheck], dict[str, bool]]:  # fmt: skip
-    """Compare each result with the references; return its error over all ranks and whether it is wrong on this rank.
+    """Compare each result with the exact one; return its error over all ranks and whether it is wrong on this rank.
 
-    ``positions`` are those of this rank's tokens, ``hops`` returns the roundings between ranks of a tensor, and
-    ``explained_rms`` is that of `allowed_rms`. Tensors are (B, S/N, H, D), except those of ``not_by_token``, which have
-    no dimension of tokens. Collective.
+    ``of_kernel`` are results of one call of a kernel. ``positions`` are those of this rank's tokens, ``hops`` returns
+    the roundings between ranks of a tensor, and ``explained_rms`` is that of `allowed_rms`. Tensors are (B, S/N, H, D),
+    except those of ``not_by_token``, which have no dimension of tokens. Collective.
     """
-    rows = {}
+    errors = {}
     for name, x in results.items():
-        exact = references.exact[name]
-        kernel_difference = references.kernel[name].double() - exact
+        exact, wrong = exact_results[name], None
+        kernel_difference = of_kernel[name].double() - exact
         kernel_rms = relative_rms(kernel_difference, exact)
         if name in not_by_token:
             # A sum over all rows may have too few numbers to estimate the effect of rounding from.
-            rows[name] = error_row(x, exact, max(kernel_rms, torch.finfo(dtype).eps / 2))
-            continue
-        own_rms, kernel_rms_by_token, error_by_token = (
-            y.square().mean((0, 2, 3)).sqrt() for y in (exact, kernel_difference, x.double() - exact)
-        )
-        mean_rms = own_rms.square().mean().sqrt().item()
-        bound = TOKEN_FACTOR * allowed_rms(kernel_rms, dtype, hops(name), explained_rms) * own_rms.clamp_min(mean_rms)
-        # Negated, so that an error that is NaN counts as wrong.
-        wrong = ~(error_by_token <= torch.maximum(bound, ERROR_FACTOR * kernel_rms_by_token))
-        first = positions[wrong].min().item() if wrong.any() else math.inf
-        rows[name] = [*error_row(x, exact, kernel_rms)[:3], wrong.sum().item(), first]
-    errors = errors_over_ranks(rows, dtype, hops, ranks, explained_rms)
-    return errors, {
-        name: not _combine_ranks([row], dtype, hops(name), explained_rms).equal for name, row in rows.items()
-    }
+            kernel_rms = max(kernel_rms, torch.finfo(dtype).eps / 2)
+        allowed = allowed_rms(kernel_rms, dtype, hops(name), explained_rms)
+        if name not in not_by_token:
+            own_rms, kernel_rms_by_token, error_by_token = (
+                y.square().mean((0, 2, 3)).sqrt() for y in (exact, kernel_difference, x.double() - exact)
+            )
+            mean_rms = own_rms.square().mean().sqrt().item()
+            bound = TOKEN_FACTOR * allowed * own_rms.clamp_min(mean_rms)
+            # Negated, so that an error that is NaN counts as wrong.
+            wrong = positions[~(error_by_token <= torch.maximum(bound, ERROR_FACTOR * kernel_rms_by_token))]
+        errors[name] = error_on_rank(x, exact, kernel_rms, allowed, ranks.rank, wrong)
+    return worst_errors(errors, ranks), {name: not error.equal for name, error in errors.items()}
 
 
-def error_row(x: Tensor, exact: Tensor, kernel_rms: float) -> list[float]:
-    """Return a tensor's errors on this rank, for `errors_over_ranks`, with no token counted as wrong.
+def error_on_rank(
+    x: Tensor, exact: Tensor, kernel_rms: float, allowed: float, rank: int, wrong: Tensor | None = None
+) -> TensorCheck:
+    """Return a tensor's error on this rank; ``wrong`` are the positions of wrong tokens, None where none is known."""
+    difference, count = x.double() - exact, 0 if wrong is None else len(wrong)
+    return TensorCheck(
+        max_abs=difference.abs().max().item(), rms=relative_rms(difference, exact), kernel_rms=kernel_rms,
+        allowed_rms=allowed, rank=rank, wrong_tokens=count,
+        first_token=int(wrong.min()) if wrong is not None and count else None, first_rank=rank if count else None,
+    )  # fmt: skip
 
-    They are the largest absolute error, the relative error, the kernel's own relative error, the number of wrong
-    tokens, and the position of the first wrong token (infinity where there is none).
+
+def worst_errors(errors: dict[str, TensorCheck], ranks: GroupRanks) -> dict[str, TensorCheck]:
+    """Return each tensor's error on the rank where it is largest relative to its bound, with all wrong tokens.
+
+    ``errors`` are those on this rank. Collective.
     """
-    difference = x.double() - exact
-    return [difference.abs().max().item(), relative_rms(difference, exact), kernel_rms, 0, math.inf]
+    worst = {}
+    for name, by_rank in gather_by_name(errors, ranks).items():
+        first = min((error for error in by_rank if error.wrong_tokens), key=lambda error: error.first_token or 0,
+                    default=by_rank[0])  # fmt: skip
+        worst[name] = msgspec.structs.replace(
+            max(by_rank, key=severity), wrong_tokens=sum(error.wrong_tokens for error in by_rank),
+            first_token=first.first_token, first_rank=first.first_rank,
+        )  # fmt: skip
+    return worst
 
 
-def errors_over_ranks(
-    rows: dict[str, list[float]], dtype: torch.dtype, hops: Callable[[str], int], ranks: GroupRanks,
-    explained_rms: float = 0.0,
-) -> dict[str, TensorCheck]:  # fmt: skip
-    """Return each tensor's error on the rank with the largest error relative to its bound. Collective.
-
-    ``rows`` has this rank's `error_row` of each tensor.
-    """
-    by_rank = gather_numbers(list(rows.values()), ranks)
-    return {
-        name: _combine_ranks([rank_rows[index] for rank_rows in by_rank], dtype, hops(name), explained_rms)
-        for index, name in enumerate(rows)
-    }
+def gather_by_name(values: dict[str, _Value], ranks: GroupRanks) -> dict[str, list[_Value]]:
+    """Gather every rank's value of each name, in rank order. Collective."""
+    kind: Any = dict[str, type(next(iter(values.values()), None))]  # type: ignore[misc]
+    by_rank = [from_json(part, kind) for part in ranks.gather_bytes(to_json(values))]
+    return {name: [of_rank[name] for of_rank in by_rank] for name in values}
 
 
 def gather_numbers(numbers: Sequence[Any], ranks: GroupRanks) -> list[list[Any]]:
     """Gather every rank's numbers, or rows of numbers, in rank order. Collective."""
     own = torch.tensor(numbers, dtype=torch.float64).to(ranks.device)
     return [part.tolist() for part in ranks.gather_tensor(own)]
-
-
-def _combine_ranks(rows: list[list[float]], dtype: torch.dtype, hops: int, explained_rms: float) -> TensorCheck:
-    """Combine the `error_row` of each rank into the check of one tensor."""
-    first = min(row[4] for row in rows)
-    wrong = math.isfinite(first)
-    return max((
-        TensorCheck(
-            max_abs=max_abs, rms=rms, kernel_rms=kernel_rms,
-            allowed_rms=allowed_rms(kernel_rms, dtype, hops, explained_rms), rank=rank,
-            wrong_tokens=int(sum(row[3] for row in rows)), first_token=int(first) if wrong else None,
-            first_rank=[row[4] for row in rows].index(first) if wrong else None,
-        )
-        for rank, (max_abs, rms, kernel_rms, *_) in enumerate(rows)
-    ), key=severity)  # fmt: skip
 
 
 def severity(error: TensorError) -> float:

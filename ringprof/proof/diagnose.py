@@ -20,7 +20,7 @@ from ringprof.proof.backward_mistakes import (
     head_parts_mistake,
     rank_parts_mistake,
 )
-from ringprof.proof.dense import References, Tensors, gather_numbers, reference_results, relative_rms
+from ringprof.proof.dense import Tensors, gather_numbers, reference_results, relative_rms
 from ringprof.proof.result import TensorCheck
 from ringprof.proof.user_attention import UserAttention
 from ringprof.proof.visible_keys import holder_of, relative_rank, shown_by_mask
@@ -45,7 +45,8 @@ class WrongCall:
     workload: Workload
     scale: float | None
     results: dict[str, Tensor]
-    reference: References
+    exact: dict[str, Tensor]
+    """This rank's share of dense attention, by name."""
     errors: dict[str, TensorCheck]
     wrong: dict[str, bool]
     """Whether each tensor is wrong on this rank."""
@@ -84,6 +85,11 @@ class WrongCall:
             return []
         return [text for name in self._wrong_names for text in _lost_digits(name, self)]
 
+    def where_wrong(self, name: str, *numbers: float | Tensor) -> list[tuple[int, list[float]]]:
+        """Return each rank on which a tensor is wrong, with this rank's ``numbers``. Collective."""
+        by_rank = gather_numbers([float(x) for x in (self.wrong[name], *numbers)], self.attention.ranks)
+        return [(rank, of_rank) for rank, (wrong, *of_rank) in enumerate(by_rank) if wrong]
+
     @cached_property
     def whole(self) -> dict[str, Tensor]:
         """Output and gradients of the whole sequence in float64, by name."""
@@ -103,7 +109,7 @@ class WrongCall:
 
     def match_limit(self, name: str) -> float:
         """Return the largest relative error of a tensor against an explanation that matches it."""
-        limit, exact = MATCH_FACTOR * self.errors[name].allowed_rms, self.reference.exact[name]
+        limit, exact = MATCH_FACTOR * self.errors[name].allowed_rms, self.exact[name]
         # Next to the right result, where only some tokens are off, much is about equal.
         return min(limit, relative_rms(self.results[name] - exact, exact) / 6) if self.wrong[name] else limit
 
@@ -115,7 +121,7 @@ class WrongCall:
         severities = [
             [
                 relative_rms(self.results[name][entry] - exact[entry], exact[entry]) / self.errors[name].allowed_rms
-                for name, exact in self.reference.exact.items()
+                for name, exact in self.exact.items()
             ]
             for entry in range(batch)
         ]
@@ -132,14 +138,11 @@ class WrongCall:
         def of_entry(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: x[first : first + 1] for name, x in tensors.items()}
 
-        wrong = {
-            name: not value <= MATCH_FACTOR for name, value in zip(self.reference.exact, severities[first], strict=True)
-        }
+        wrong = {name: not value <= MATCH_FACTOR for name, value in zip(self.exact, severities[first], strict=True)}
         one_entry = replace(
             self, workload=replace_fields(self.workload, batch=1), results=of_entry(self.results),
             full=Tensors(**of_entry(vars(self.full))), wrong=wrong,
-            reference=References(of_entry(self.reference.exact), of_entry(self.reference.kernel)), earlier={},
-            between=None, misread_dout=None,
+            exact=of_entry(self.exact), earlier={}, between=None, misread_dout=None,
         )  # fmt: skip
         others = f"batch entry {first} is wrong and entry {right} is right"
         grossly_wrong = any(max(rows[first]) * self.errors["out"].allowed_rms > 0.25 for rows in by_rank)
@@ -200,7 +203,7 @@ class WrongCall:
 
     def _delta_explanation(self) -> list[str]:
         """Return a sentence if dq is right but for one number per query, its delta. Collective."""
-        holder, exact = holder_of(self.attention.order), self.reference.exact["dq"]
+        holder, exact = holder_of(self.attention.order), self.exact["dq"]
         without = gradients_under("no delta", self.full, self.workload, self.softmax_scale, holder)["dq"]
         by_delta, excess = (self.attention.shard(without) - x for x in (exact, self.results["dq"].double()))
         ratio = (excess * by_delta).sum(3) / by_delta.square().sum(3).clamp_min(1e-300)
@@ -231,7 +234,7 @@ class WrongCall:
 
 def _known_mistakes(call: WrongCall) -> Iterator[Explanation]:
     """Yield each known mistake with this rank's output under that mistake, in float64."""
-    attention, full, workload, exact = call.attention, call.full, call.workload, call.reference.exact["out"]
+    attention, full, workload, exact = call.attention, call.full, call.workload, call.exact["out"]
     causal, dim, ranks = workload.causal, workload.head_dim, attention.ranks
     local = Tensors(*(attention.shard(x) for x in (full.q, full.k, full.v, full.dout)))
     if ranks.size > 1:
@@ -327,7 +330,7 @@ def _stale_inputs(call: WrongCall) -> Iterator[Explanation]:
 
 def _gradient_mistakes(name: str, call: WrongCall) -> Iterator[Explanation]:
     """Yield each known mistake of a backward pass with this rank's gradient under that mistake, in float64."""
-    attention, exact, result = call.attention, call.reference.exact, call.results[name]
+    attention, exact, result = call.attention, call.exact, call.results[name]
     yield f"is 0: no gradient reaches {name[1]}", torch.zeros_like(exact[name])
     holder = holder_of(attention.order)
     for mistake, words in BACKWARD_MISTAKES.items():
@@ -395,12 +398,9 @@ def _not_finite(name: str, call: WrongCall) -> list[str]:
     return [f"{name} is not finite {where}{why}", *(_overflow(call) if name == "out" else [])]
 
 
-def _capped(scores: Tensor, hidden: Tensor, cap: float) -> Tensor:
-    return (cap * (scores / cap).tanh()).masked_fill(hidden, -torch.inf)
-
-
 SCORE_CHANGES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "are capped, {0} * tanh(score / {0})": _capped,
+    "are capped, {0} * tanh(score / {0})":
+        lambda scores, hidden, cap: (cap * (scores / cap).tanh()).masked_fill(hidden, -torch.inf),
     "are clamped to ±{0}": lambda scores, hidden, cap: scores.clamp(-cap, cap).masked_fill(hidden, -torch.inf),
     "are clamped to at most {0}": lambda scores, hidden, cap: scores.clamp(max=cap).masked_fill(hidden, -torch.inf),
 }  # fmt: skip
@@ -411,7 +411,7 @@ _CHANGED_ROWS = 32
 
 def _changed_scores(call: WrongCall) -> list[str]:
     """Return a sentence if scores changed by one number explain nearly all of the output's error. Collective."""
-    ranks, workload, exact = call.attention.ranks, call.workload, call.reference.exact["out"]
+    ranks, workload, exact = call.attention.ranks, call.workload, call.exact["out"]
     rows = slice(None, None, -(-exact.shape[1] // _CHANGED_ROWS))
     scores, hidden = call.unmasked_scores[:1, rows], ~call.shown[rows, None]
     v = call.full.v[:1].double().repeat_interleave(workload.heads // workload.kv_heads, 2)
@@ -445,7 +445,7 @@ def _changed_scores(call: WrongCall) -> list[str]:
 
 def _overflow(call: WrongCall) -> list[str]:
     """Return a sentence if the output is lost where exp() of a score overflows, and right below. Collective."""
-    x, exact = call.results["out"].double(), call.reference.exact["out"]
+    x, exact = call.results["out"].double(), call.exact["out"]
     error, size = (y.square().mean(3).sqrt() for y in (x - exact, exact))
     lost, wrong, largest = ~(x.square().mean(3).sqrt() > size / 100), ~(error <= size / 2), call.scores.amax(3)
     for name, dtype in (("fp16", torch.float16), ("fp32", torch.float32)):
@@ -463,7 +463,7 @@ def _overflow(call: WrongCall) -> list[str]:
 
 def _lost_digits(name: str, call: WrongCall) -> list[str]:
     """Return a sentence about a result in fp32 that has lost digits, as by a shorter type. Collective."""
-    x, exact, ranks = call.results[name].double(), call.reference.exact[name], call.attention.ranks
+    x, exact, ranks = call.results[name].double(), call.exact[name], call.attention.ranks
     limit = 0.2 * relative_rms(x - exact, exact)
     for words, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if all(row[0] for row in gather_numbers([torch.equal(x.to(dtype).double(), x)], ranks)):
@@ -521,7 +521,7 @@ def _layout_mistakes(call: WrongCall) -> Iterator[Explanation]:
 def _best_explanation(name: str, candidates: Iterator[Explanation], call: WrongCall) -> list[str]:
     """Return a sentence about the first candidate that matches on all ranks where a tensor is wrong. Collective."""
     limit = call.match_limit(name)
-    x, exact = call.results[name].double(), call.reference.exact[name]
+    x, exact = call.results[name].double(), call.exact[name]
     for words, other in candidates:
         # A result that is 0 is exactly 0; a small one is not, even within a wide bound.
         error, bound = (relative_rms(x - other, other), limit) if other.any() else (relative_rms(x, exact), ZERO_LIMIT)
@@ -534,7 +534,7 @@ def _best_explanation(name: str, candidates: Iterator[Explanation], call: WrongC
 
 def _other_tokens(name: str, call: WrongCall) -> list[str]:
     """Return a sentence if a tensor has the right result of other tokens in the place of a token's own. Collective."""
-    attention, positions = call.attention, call.attention.positions
+    positions = call.attention.positions
     own, whole = (x.double().transpose(0, 1).flatten(1) for x in (call.results[name], call.whole[name]))
     norms = own.norm(dim=1, keepdim=True)
     likeness = (own / norms.clamp_min(1e-300)) @ (whole / whole.norm(dim=1, keepdim=True).clamp_min(1e-300)).T
@@ -543,28 +543,24 @@ def _other_tokens(name: str, call: WrongCall) -> list[str]:
     same = (whole[best.indices] - own).norm(dim=1) <= call.match_limit(name) * whole.norm(dim=1).square().mean().sqrt()
     first = int(moved.int().argmax())
     offsets = (best.indices - positions)[moved]
-    row = [call.wrong[name], bool(same.all() and moved.any()), positions[first], best.indices[first]]
-    row += [offsets.min() if moved.any() else 0, offsets.max() if moved.any() else 0]
-    affected = [rows for rows in gather_numbers([float(x) for x in row], attention.ranks) if rows[0]]
-    if not affected or not all(rows[1] for rows in affected):
+    low, high = (offsets.min(), offsets.max()) if moved.any() else (0, 0)
+    rows = call.where_wrong(name, same.all() and moved.any(), positions[first], best.indices[first], low, high)
+    if not rows or not all(matches for _, (matches, *_) in rows):
         return []
-    token, other, low = (int(affected[0][index]) for index in (2, 3, 4))
-    if len({offset for rows in affected for offset in rows[4:]}) == 1:
-        side = "after" if low > 0 else "before"
-        return [f"{name} is that of the token {abs(low)} {side} it"]
+    token, other, offset = (int(x) for x in rows[0][1][1:4])
+    if all(low == high == offset for _, (*_, low, high) in rows):
+        return [f"{name} is that of the token {abs(offset)} {'after' if offset > 0 else 'before'} it"]
     return [f"{name} has its tokens in another order: at token {token} is that of token {other}"]
 
 
 def _scale_explanation(name: str, call: WrongCall) -> list[str]:
     """Return a sentence if a tensor is the reference times one factor on every rank where it is wrong. Collective."""
-    x, exact = call.results[name].double(), call.reference.exact[name]
+    x, exact = call.results[name].double(), call.exact[name]
     factor = ((x * exact).sum() / exact.square().sum().clamp_min(1e-300)).item()
     matches = relative_rms(x - factor * exact, exact) <= call.match_limit(name) * abs(factor)
-    by_rank = gather_numbers([call.wrong[name], matches, factor], call.attention.ranks)
-    affected = [rank for rank, row in enumerate(by_rank) if row[0]]
-    factors = [by_rank[rank][2] for rank in affected]
-    factors_agree = bool(factors) and max(factors) - min(factors) <= 0.02 * abs(factors[0])
-    if not factors_agree or not all(by_rank[rank][1] for rank in affected):
+    rows = call.where_wrong(name, matches, factor)
+    factors = [factor for _, (_, factor) in rows]
+    if not rows or max(factors) - min(factors) > 0.02 * abs(factors[0]) or not all(fits for _, (fits, _) in rows):
         return []
     mean = sum(factors) / len(factors)
     if f"{mean:.3g}" == "1":
@@ -577,7 +573,7 @@ def _scale_explanation(name: str, call: WrongCall) -> list[str]:
         factor_names += [(1 / group, "1 / query heads per kv head"), (group, "query heads per kv head")]
     fitting = [text for value, text in factor_names if value != 1 and abs(mean / value - 1) < 0.02]
     factor_name = f" ({' or '.join(fitting)})" if fitting else ""
-    where = "" if len(affected) == len(by_rank) else f" ({_ranks(affected)})"
+    where = "" if len(rows) == size else f" ({_ranks([rank for rank, _ in rows])})"
     return [f"{name} is the right one times {mean:.3g}{factor_name}{where}"]
 
 

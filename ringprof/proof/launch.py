@@ -12,8 +12,7 @@ import msgspec
 
 from ringprof.common.json_object import from_json, to_json
 from ringprof.errors import UsageError
-from ringprof.proof.model_result import ModelCheck, ModelRequest
-from ringprof.proof.result import Check, CheckRequest
+from ringprof.proof.result import Check, CheckRequest, ModelCheck
 from ringprof.ranks.launcher import RankInfo, this_rank
 from ringprof.ranks.progress import PositionReporter, Reporter, SilentReporter
 
@@ -29,7 +28,7 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
     """A check with every default resolved, for ranks that ringprof starts."""
 
     job: ClassVar[str] = "check"
-    request: CheckRequest | ModelRequest
+    request: CheckRequest
 
     def limit_of(self, phase: str | None) -> float | None:
         """Return the time limit of a phase in seconds; None stands for the start, before the first phase."""
@@ -45,14 +44,14 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
 
     def result(self, scratch: Path) -> Check | ModelCheck:
         """Read the result that rank 0 has written."""
-        kind: type[Check | ModelCheck] = Check if isinstance(self.request, CheckRequest) else ModelCheck
+        kind: type[Check | ModelCheck] = ModelCheck if self.request.of_model else Check
         return from_json((scratch / "check.json").read_bytes(), kind)
 
     def discard(self) -> None:
         """Remove nothing: a check writes only to the scratch folder."""
 
 
-def run_check(request: CheckRequest | ModelRequest) -> Check | ModelCheck:
+def run_check(request: CheckRequest) -> Check | ModelCheck:
     """Check on ranks that this process starts, or as one rank if torchrun or srun started this process.
 
     Only the ranks import the module of the function. Raises `UsageError`, and `RecordError` if a rank fails.
@@ -74,7 +73,7 @@ def run_check(request: CheckRequest | ModelRequest) -> Check | ModelCheck:
     return run_local_ranks(prepare, SilentReporter())
 
 
-def _check_as_rank(request: CheckRequest | ModelRequest, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:
+def _check_as_rank(request: CheckRequest, rank_info: RankInfo, reporter: Reporter) -> Check | ModelCheck:
     """Create the process group and run the check as one of its ranks.
 
     Raises `UsageError` where the function for a check of a model returns something else than its arguments.
@@ -85,7 +84,7 @@ def _check_as_rank(request: CheckRequest | ModelRequest, rank_info: RankInfo, re
 
     function = load_function(request.target)
     with world_group(rank_info, request.device, request.time_limit + JUDGE_S):
-        if isinstance(request, CheckRequest):
+        if not request.of_model:
             return check_on_ranks(function, request, reporter=reporter)
         returned = function()
         if not isinstance(returned, tuple) or len(returned) not in (3, 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,14 +14,26 @@ from torch import Tensor, nn
 
 from ringprof.errors import UsageError
 from ringprof.proof.completion_barrier import CompletionBarrier
-from ringprof.proof.dense import TOKEN_FACTOR, gather_numbers, relative_rms
+from ringprof.proof.dense import (
+    TOKEN_FACTOR,
+    error_on_rank,
+    gather_by_name,
+    gather_numbers,
+    relative_rms,
+    worst_errors,
+)
 from ringprof.proof.model_reasons import explain
-from ringprof.proof.model_result import ModelCheck, ModuleDifference, ParameterCheck
-from ringprof.proof.model_run import NOISE_RUNS, ModelRun, allowed_error, run_on_ranks
-from ringprof.proof.model_step import Step, full_parameters
+from ringprof.proof.model_step import (
+    NOISE_RUNS,
+    ModelRun,
+    Step,
+    allowed_error,
+    find_tokens,
+    full_parameters,
+    run_on_ranks,
+)
 from ringprof.proof.on_ranks import gather_sent, record_sent
-from ringprof.proof.result import TIME_LIMIT_S, SentInCall, TensorCheck
-from ringprof.proof.tokens import find_tokens
+from ringprof.proof.result import TIME_LIMIT_S, ModelCheck, ModuleDifference, ParameterCheck, SentInCall, TensorCheck
 from ringprof.ranks.process_group import GroupRanks
 from ringprof.ranks.progress import Reporter, SilentReporter
 
@@ -88,10 +101,12 @@ def check_model_on_ranks(
     parameters = _parameter_errors(run, noisy)
     losses, loss, loss_is = _compare_losses(run, noisy)
     holders = torch.bincount(torch.cat(run.every_token), minlength=math.prod(reference_step.shape))
+    own = parallel_step.model.parameters(), next(iter(parallel_step.outputs.values()))
+    dtype = next(x.dtype for x in itertools.chain(*own) if x.is_floating_point())
     check = ModelCheck(
         equal=bool((holders == 1).all()) and not wrong and not weights and (loss is None or loss_is is not None)
         and all(error.rms <= error.allowed_rms for error in parameters.values()),
-        ranks=ranks.size, batch=reference_step.shape, dtype=_dtype(parallel_step), device=ranks.device.type,
+        ranks=ranks.size, batch=reference_step.shape, dtype=str(dtype).split(".")[-1], device=ranks.device.type,
         logits=logits, modules=len(run.modules), first_difference=first, loss=loss, losses=losses, loss_is=loss_is,
         parameters=parameters, reasons=weights,
         sent=gather_sent(sent, ranks),
@@ -103,11 +118,6 @@ def check_model_on_ranks(
     for step in (parallel_step, reference_step):
         step.model.zero_grad(set_to_none=True)
     return check
-
-
-def _dtype(step: Step) -> str:
-    output = next(iter(step.outputs.values()))[0]
-    return str(next((x.dtype for x in step.model.parameters() if x.is_floating_point()), output.dtype)).split(".")[-1]
 
 
 def _aligned(
@@ -197,7 +207,7 @@ def _noisy_step(run: ModelRun, seed: int) -> Step:
 
 def _module_errors(run: ModelRun, noisy: list[Step]) -> dict[tuple[str, int], TensorCheck]:
     """Compare the output of every module call with the reference's rows of the same tokens. Collective."""
-    rows = []
+    errors = {}
     for name, call in run.modules:
         x, whole = run.parallel.outputs[name][call], run.reference.outputs[name][call]
         exact = whole.double()
@@ -212,34 +222,22 @@ def _module_errors(run: ModelRun, noisy: list[Step]) -> dict[tuple[str, int], Te
         difference = x.double().to(exact.device) - exact
         error, size = (y.square().mean(1).sqrt() for y in (difference, exact))
         # Negated, so that an error that is NaN counts as wrong.
-        wrong = ~(error <= TOKEN_FACTOR * allowed * size.clamp_min(mean))
+        wrong = run.tokens[~(error <= TOKEN_FACTOR * allowed * size.clamp_min(mean)).cpu()]
         rms = error.square().mean().sqrt().item() / mean if mean else error.max().item()
-        first = run.tokens[wrong.cpu()].min().item() if wrong.any() else math.inf
-        rows.append([difference.abs().max().item(), rms, noise, allowed, wrong.sum().item(), first])
-    by_rank = gather_numbers(rows, run.ranks)
-    return {key: _combined([rows[index] for rows in by_rank]) for index, key in enumerate(run.modules)}
-
-
-def _combined(rows: list[list[float]]) -> TensorCheck:
-    """Combine each rank's errors of one output."""
-    rank = max(range(len(rows)), key=lambda rank: math.inf if math.isnan(rows[rank][1]) else rows[rank][1])
-    max_abs, rms, noise = rows[rank][:3]
-    first = min(row[5] for row in rows)
-    return TensorCheck(
-        max_abs=max_abs, rms=rms, kernel_rms=noise, allowed_rms=max(row[3] for row in rows), rank=rank,
-        wrong_tokens=int(sum(row[4] for row in rows)), first_token=int(first) if math.isfinite(first) else None,
-        first_rank=[row[5] for row in rows].index(first) if math.isfinite(first) else None,
-    )  # fmt: skip
+        located = error_on_rank(x.to(exact.device), exact, noise, allowed, run.ranks.rank, wrong)
+        errors[f"{name} {call}"] = msgspec.structs.replace(located, rms=rms)
+    return dict(zip(run.modules, worst_errors(errors, run.ranks).values(), strict=True))
 
 
 def _parameter_errors(run: ModelRun, noisy: list[Step]) -> dict[str, ParameterCheck]:
     """Compare every gradient with the reference's. Collective."""
-    ranks, exact = run.ranks, run.reference.gradients
-    rows = []
-    for name, whole in exact.items():
+    zero = ParameterCheck(
+        max_abs=0.0, rms=0.0, kernel_rms=0.0, allowed_rms=0.0, rank=run.ranks.rank, ratio=1.0, residual=0.0
+    )
+    errors = dict.fromkeys(run.reference.gradients, zero)
+    for name, whole in run.reference.gradients.items():
         own = run.parallel.gradients[name]
         if own is None and whole is None:
-            rows.append([0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
             continue
         present = next(x for x in (whole, own) if x is not None)
         x, reference = (torch.zeros_like(present) if y is None else y for y in (own, whole))
@@ -247,20 +245,15 @@ def _parameter_errors(run: ModelRun, noisy: list[Step]) -> dict[str, ParameterCh
         changed = (step.gradients[name] for step in noisy)
         noise_rms = max((relative_rms(z.double() - y, y) for z in changed if z is not None), default=0.0)
         ratio = ((x * y).sum() / y.square().sum()).item() if y.any() else 0.0
-        residual = relative_rms(x - ratio * y, ratio * y)
-        rows.append([(x - y).abs().max().item(), relative_rms(x - y, y), noise_rms,
-                     allowed_error(noise_rms, present, reference), ratio, residual])  # fmt: skip
-    by_rank = gather_numbers(rows, ranks) if rows else []
-    errors = {}
-    for index, name in enumerate(exact):
-        own_rows = [rows[index] for rows in by_rank]
-        rank = max(range(ranks.size), key=lambda rank: math.inf if math.isnan(own_rows[rank][1]) else own_rows[rank][1])
-        max_abs, rms, noise_rms, allowed, ratio, residual = own_rows[rank]
-        errors[name] = ParameterCheck(
-            max_abs=max_abs, rms=rms, kernel_rms=noise_rms, allowed_rms=allowed, rank=rank, ratio=ratio,
-            residual=residual,
+        errors[name] = msgspec.structs.replace(
+            zero, max_abs=(x - y).abs().max().item(), rms=relative_rms(x - y, y), kernel_rms=noise_rms, ratio=ratio,
+            allowed_rms=allowed_error(noise_rms, present, reference), residual=relative_rms(x - ratio * y, ratio * y),
         )  # fmt: skip
-    return errors
+
+    def size(error: ParameterCheck) -> float:
+        return math.inf if math.isnan(error.rms) else error.rms
+
+    return {name: max(by_rank, key=size) for name, by_rank in gather_by_name(errors, run.ranks).items()}
 
 
 def _compare_losses(run: ModelRun, noisy: list[Step]) -> tuple[list[float], float | None, str | None]:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringprof.proof.dense import TOKEN_FACTOR, gather_numbers, relative_rms
-from ringprof.proof.model_result import ModelCheck, token_in_words
-from ringprof.proof.model_run import ModelRun
-from ringprof.proof.model_step import names_of, rows_of
+from ringprof.proof.model_step import ModelRun, names_of, rows_of
+from ringprof.proof.result import ModelCheck, token_in_words
 
 RATIO_TOLERANCE = 0.01
 """Relative difference up to which a gradient's ratio is taken for a number."""

@@ -2,24 +2,45 @@
 
 Global module hooks see every module that a step calls, so that a step may be any function: the module with the most
 parameters that is called from outside other modules is the model.
+
+Every rank runs the reference's step on the whole batch and compares with its own tokens. The tolerance is measured: the
+reference runs again `NOISE_RUNS` times, each time with every output of a module that has no children changed by one
+unit in the last place of the type that this module returns on the ranks. With e the largest relative error of these
+runs, a tensor passes while
+
+    error <= NOISE_FACTOR · e + FLOOR[type] · u
+
+where u is the unit roundoff. A token may differ by `TOKEN_FACTOR` times that, relative to the larger of its own row and
+the mean row.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from ringprof.errors import UsageError
+from ringprof.errors import RingprofError, UsageError
+from ringprof.proof.completion_barrier import CompletionBarrier
+from ringprof.proof.dense import SINGLE_FLOOR
+from ringprof.ranks.process_group import GroupRanks
+from ringprof.strategies import Unsupported
+from ringprof.strategies.masks.layouts import LAYOUTS
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Attributes in which DDP, FSDP, torch.compile and checkpointing hold the module that they wrap."""
+
+NOISE_RUNS = 2
+NOISE_FACTOR = 2.0
+LOW_FLOOR = 4
+"""Unit roundoffs of bf16 and fp16 that are always allowed; of wider types `SINGLE_FLOOR`."""
 
 ChangeOutput = Callable[[str, nn.Module, Any], Any]
 """Function of a module's name, the module and its output, called after each module; returns the output to use."""
@@ -225,3 +246,125 @@ def _detached(output: Any) -> Any:
     if isinstance(output, Mapping):
         return {key: _detached(value) for key, value in output.items()}
     return [_detached(value) for value in output] if isinstance(output, (tuple, list)) else None
+
+
+# --- steps on all ranks, and the tokens that each rank holds -------------------------------------------
+
+
+@dataclass
+class ModelRun:
+    """Recorded steps of the parallel model and the reference, and which tokens this rank holds."""
+
+    ranks: GroupRanks
+    barrier: CompletionBarrier
+    parallel_step: Callable[[], Any]
+    reference_step: Callable[[], Any]
+    parallel: Step
+    reference: Step
+    tokens: Tensor
+    """Index of each local token among the tokens of all rows (local tokens)."""
+    every_token: list[Tensor]
+    """``tokens`` of each rank."""
+    modules: list[tuple[str, int]]
+    """Name and call of every compared module output, in the order in which the reference's modules return."""
+
+    def run_parallel(self, where: str, **options: Any) -> Step:
+        """Run the parallel step once more. Collective; ``where`` names it in the error of a rank that fails."""
+        return run_on_ranks(self.parallel_step, self.ranks, self.barrier, where, **options)
+
+    def run_reference(self, where: str, **options: Any) -> Step:
+        """Run the reference's step once more, like `run_parallel`."""
+        return run_on_ranks(self.reference_step, self.ranks, self.barrier, where, **options)
+
+
+def run_on_ranks(
+    step: Callable[[], Any], ranks: GroupRanks, barrier: CompletionBarrier, where: str, **options: Any
+) -> Step:
+    """Run a step on every rank and wait for all. Raises `RecordError` on every rank that can still act."""
+    try:
+        recorded = record_step(step, **options)
+        ranks.finish()
+    except RingprofError as error:
+        barrier.report_failure(where, error)
+        raise
+    except Exception as error:
+        raise barrier.report_failure(where, error) from error
+    barrier.wait_for_all(where)
+    return recorded
+
+
+def allowed_error(noise: float, *tensors: Tensor) -> float:
+    """Return the relative error that passes, by the formula in this module's docstring."""
+    eps = max(torch.finfo(x.dtype).eps for x in tensors)
+    return NOISE_FACTOR * noise + (LOW_FLOOR if eps > 1e-5 else SINGLE_FLOOR) * eps / 2
+
+
+def find_tokens(own: Tensor, whole: Tensor, positions: Tensor | None) -> tuple[Tensor, str]:
+    """Return the index of each local token among all rows' tokens (on the CPU), and a problem, empty if none.
+
+    ``own`` is a rank's first tensor argument (b, s, ...), ``whole`` the reference's (B, S, ...). ``positions`` are
+    those of the local tokens; None: they are searched by the values, in the known layouts first.
+    """
+    rows, seq = own.shape[:2]
+    own, whole = (x.detach().cpu().reshape(*x.shape[:2], -1) for x in (own, whole))
+    if own.shape[2] != whole.shape[2] or whole.shape[0] % rows:
+        return torch.empty(0, dtype=torch.int64), (
+            f"the model is called with {tuple(own.shape)}, the reference with {tuple(whole.shape)}: (rows, tokens) of a"
+            " shard and of the whole batch are expected"
+        )
+    full_seq = whole.shape[1]
+    blocks = [slice(first, first + rows) for first in range(0, whole.shape[0], rows)]
+    if positions is None:
+        candidates = list(_layout_positions(seq, full_seq))
+    else:
+        candidates = [positions.detach().cpu().flatten().long()]
+        if len(candidates[0]) != seq or not 0 <= int(positions.min()) <= int(positions.max()) < full_seq:
+            return torch.empty(0, dtype=torch.int64), f"positions must be {seq} numbers from 0 to {full_seq - 1}"
+    fitting: list[Tensor] = []
+    for block in blocks:
+        fitting += [_flat(block, x, full_seq) for x in candidates if torch.equal(whole[block][:, x], own)]
+    if positions is None and not fitting:
+        matches = ((block, _longest_runs(own, whole[block])) for block in blocks)
+        fitting = [_flat(block, match, full_seq) for block, match in matches if match is not None]
+    if fitting and all(torch.equal(x, fitting[0]) for x in fitting):
+        return fitting[0], ""
+    return torch.empty(0, dtype=torch.int64), (
+        "which tokens the model is called with cannot be told from their values: pass positions="
+        if positions is None
+        else "the model is called with other tokens than the batch has at these positions"
+    )
+
+
+def _layout_positions(seq: int, full_seq: int) -> Iterator[Tensor]:
+    """Yield the positions that each rank holds in each layout."""
+    if full_seq % seq:
+        return
+    size = full_seq // seq
+    for layout in LAYOUTS.values():
+        for rank in range(size):
+            try:
+                yield layout.positions(full_seq, size, rank)
+            except (Unsupported, ValueError):
+                break
+
+
+def _longest_runs(own: Tensor, whole: Tensor) -> Tensor | None:
+    """Match each local token with the longest run of equal tokens; None where there is none or several."""
+    equal = (own[:, :, None] == whole[:, None, :]).all(-1).all(0).long()
+    run = equal.clone()
+    for index in range(equal.shape[0] - 2, -1, -1):
+        run[index, :-1] = equal[index, :-1] * (1 + run[index + 1, 1:])
+    positions = torch.empty(equal.shape[0], dtype=torch.int64)
+    start = 0
+    while start < equal.shape[0]:
+        length = int(run[start].max())
+        starts = (run[start] == length).nonzero()[:, 0]
+        if not length or len(starts) > 1:
+            return None
+        positions[start : start + length] = torch.arange(length) + starts[0]
+        start += length
+    return positions
+
+
+def _flat(block: slice, positions: Tensor, seq: int) -> Tensor:
+    return (torch.arange(block.start, block.stop)[:, None] * seq + positions).flatten()

@@ -33,11 +33,11 @@ from ringprof.proof.completion_barrier import CompletionBarrier
 from ringprof.proof.dense import (
     MOST_TOKENS,
     SEED,
-    References,
     Tensors,
     compare_results,
     draw_inputs,
     gather_numbers,
+    reference_shares,
     relative_rms,
     severity,
 )
@@ -70,12 +70,6 @@ TF32_RMS = 4e-4
 """Relative error of products in TF32, in which GPUs may compute for float32 inputs."""
 
 
-class _ShapeProblem(msgspec.Struct, frozen=True):
-    """Description of an output of the wrong shape on one rank, for the other ranks; empty where the shape is right."""
-
-    text: str
-
-
 class _PlannedCall(msgspec.Struct, frozen=True):
     """One call to make."""
 
@@ -90,6 +84,8 @@ class _PlannedCall(msgspec.Struct, frozen=True):
     """Whether the output's gradient is not contiguous in memory."""
     extra: bool = False
     """Whether the call has large scores or another type."""
+    optional: bool = False
+    """Whether the attention may refuse the call."""
     q_factor: float = 1.0
     """Factor by which the queries are larger."""
     explained_rms: float = 0.0
@@ -149,14 +145,15 @@ def check_on_ranks(
         function, ranks, order, request.tensor_format, workload.mask().documents, requires_grad=workload.backward
     )
     calls = _Calls(attention, request, barrier, reporter, _planned_calls(request, workload, ranks.device.type))
-    for call in calls.planned[: request.calls + request.extra_calls]:
-        calls.make_and_compare(call)
+    for call in calls.planned:
+        if not call.optional:
+            calls.make_and_compare(call)
     seen, reasons_from_weights = None, list[str]()
     if all(result.errors for result in calls.results):
         reporter.start("what queries see", 1)
         seen, reasons_from_weights = calls.check_visible_keys(workload)
     # An attention that refuses a type may leave sends unfinished: no call follows.
-    skipped = [calls.make_optional(call) for call in calls.planned[request.calls + request.extra_calls :]]
+    skipped = [calls.make_and_compare(call) for call in calls.planned if call.optional]
     wrong = [result for result in calls.results if not result.equal]
     if not wrong and seen and seen.right:
         reasons_from_weights = []
@@ -233,7 +230,9 @@ def _planned_calls(request: CheckRequest, workload: Workload, device_type: str) 
     if workload.dtype != "fp32":
         in_fp32 = msgspec.structs.replace(workload, dtype="fp32")
         explained_rms = TF32_RMS if device_type == "cuda" else 0.0
-        planned.append(_PlannedCall(len(planned) + 1, in_fp32, "fp32", explained_rms=explained_rms, extra=True))
+        planned.append(
+            _PlannedCall(len(planned) + 1, in_fp32, "fp32", explained_rms=explained_rms, extra=True, optional=True)
+        )
     return planned
 
 
@@ -250,30 +249,14 @@ class _Calls:
     sent: list[SentInCall] = field(default_factory=list)
     """Data that this rank sent in the last of the equal calls; empty where another profiler was running."""
 
-    def make_and_compare(self, call: _PlannedCall) -> None:
-        """Make a call and compare its results with dense attention on all ranks. Collective."""
-        full = call.draw(self.attention.ranks.device)
-        self.reporter.start(f"call {call.number} of {len(self.planned)}", 1)
-        results, shape_problem = self._make(full, call, record=call.number == self.request.calls)
-        self.reporter.start(f"after call {call.number} of {len(self.planned)}", 1)
-        self.barrier.wait_for_all(f"call {call.number} of the attention")
-        self.results.append(self._compare(call, full, results, shape_problem))
+    def make_and_compare(self, call: _PlannedCall) -> str:
+        """Make a call and compare its results with dense attention on all ranks. Collective.
 
-    def make_optional(self, call: _PlannedCall) -> str:
-        """Make and compare a call that the attention may refuse; return why it was left out, or nothing. Collective.
-
-        Raises `RecordError` where only some ranks refuse it.
+        Returns why an optional call was left out, or nothing. Raises `RecordError` where only some ranks refuse it.
         """
-        full, where, refusal = call.draw(self.attention.ranks.device), f"call {call.number} of the attention", ""
-        results, shape_problem = AttentionResults(), ""
+        full, where = call.draw(self.attention.ranks.device), f"call {call.number} of the attention"
         self.reporter.start(f"call {call.number} of {len(self.planned)}", 1)
-        try:
-            results, shape_problem = self.attention.run(full, backward=call.workload.backward)
-            self.attention.ranks.finish()
-            if any(x.dtype != torch_dtype(call.workload) for x in results.values()):
-                refusal = "it returns another type"
-        except Exception as error:
-            refusal = error_line(error)
+        results, shape_problem, refusal = self._make(full, call, record=call.number == self.request.calls)
         self.reporter.start(f"after call {call.number} of {len(self.planned)}", 1)
         refusals = self.barrier.wait_for_all(where, refusal)
         if all(refusals):
@@ -282,7 +265,7 @@ class _Calls:
             if text:
                 raise RecordError(f"rank {rank} failed in {where}, in {call.variant}: {text}")
         result = self._compare(call, full, results, shape_problem)
-        if not result.equal and (rounding := self._input_rounding(full, results)):
+        if call.optional and not result.equal and (rounding := self._input_rounding(full, results)):
             return f"{where}, in {call.variant}: it rounds q, k and v to {rounding}"
         self.results.append(result)
         return ""
@@ -312,31 +295,34 @@ class _Calls:
 
         def call(full: Tensors) -> AttentionResults:
             number = next(numbers)
-            results, _ = self._make(full, _PlannedCall(number, forward_only))
+            results, *_ = self._make(full, _PlannedCall(number, forward_only))
             self.barrier.wait_for_all(f"call {number} of the attention")
             return results
 
         full = draw_inputs(workload, self.attention.ranks.device, SEED)
         return read_weights(call, self.attention, full, workload, self.request.softmax_scale)
 
-    def _make(self, full: Tensors, call: _PlannedCall, *, record: bool = False) -> tuple[AttentionResults, str]:
-        """Call the attention once; return its results, and a description of a wrong shape."""
+    def _make(self, full: Tensors, call: _PlannedCall, *, record: bool = False) -> tuple[AttentionResults, str, str]:
+        """Call the attention once; return its results, a description of a wrong shape, and why it refuses the call."""
         where = f"call {call.number} of the attention" + f", with {call.variant}" * bool(call.variant)
         between = call.draw_between(self.attention.ranks.device)
         try:
             with record_sent(self.sent) if record else nullcontext():
-                results = self.attention.run(
+                results, shape_problem = self.attention.run(
                     full, backward=call.workload.backward, between=between, strided_dout=call.strided_dout
                 )
             self.attention.ranks.finish()
-        except RingprofError as error:
-            self.barrier.report_failure(where, error)
-            raise
         except Exception as error:
+            if call.optional:
+                return {}, "", error_line(error)
+            if isinstance(error, RingprofError):
+                self.barrier.report_failure(where, error)
+                raise
             if call.number == 1 and (hint := self._other_defaults()):
                 where += f" ({hint})"
             raise self.barrier.report_failure(where, error) from error
-        return results
+        has_other_type = call.optional and any(x.dtype != torch_dtype(call.workload) for x in results.values())
+        return results, shape_problem, "it returns another type" * has_other_type
 
     def _other_defaults(self) -> str:
         """Say what defaults an attention may not support, and how to ask for others; empty where there are none."""
@@ -357,9 +343,9 @@ class _Calls:
     def _compare(self, call: _PlannedCall, full: Tensors, results: AttentionResults, shape_problem: str) -> _CallResult:
         """Compare one call's results with the references on all ranks; explain the first wrong ones. Collective."""
         ranks, workload, scale = self.attention.ranks, call.workload, self.request.softmax_scale
-        for rank, problem in enumerate(ranks.gather_structs(_ShapeProblem(shape_problem))):
-            if problem.text:
-                return _CallResult(call, {}, [f"on rank {rank} {problem.text}"])
+        for rank, problem in enumerate(ranks.gather_bytes(shape_problem.encode())):
+            if problem:
+                return _CallResult(call, {}, [f"on rank {rank} {problem.decode()}"])
         try:
             device, dtype, size = full.q.device, full.q.dtype, workload.head_dim
             needs: Any = workload.mask().asks_of_kernels()
@@ -371,11 +357,11 @@ class _Calls:
         except Unsupported:
             # With an exact kernel, only the rounding of the result is allowed for.
             kernel = ReferenceKernel()
-        reference = References.of(full, workload, kernel, self.attention.shard, scale)
+        exact, of_kernel = reference_shares(full, workload, kernel, self.attention.shard, scale)
         # It is unknown in which type a user's code sends its partial results: each hop may round, in the output, too.
         hops = ranks.size if ranks.size > 1 else 0
         errors, wrong_on_this_rank = compare_results(
-            results, reference, self.attention.positions, torch_dtype(workload), lambda name: hops, ranks,
+            results, exact, of_kernel, self.attention.positions, torch_dtype(workload), lambda name: hops, ranks,
             call.explained_rms,
         )  # fmt: skip
         result = _CallResult(call, errors, [])
@@ -387,7 +373,7 @@ class _Calls:
         numbers = {call.number - 1, 1} - {0, call.number} if not call.extra else set[int]()
         earlier = {number: self.planned[number - 1].draw(ranks.device) for number in sorted(numbers)}
         wrong_call = WrongCall(
-            self.attention, full, workload, scale, results, reference, errors, wrong_on_this_rank, earlier,
+            self.attention, full, workload, scale, results, exact, errors, wrong_on_this_rank, earlier,
             call.draw_between(ranks.device), self.attention.misread_dout(full) if call.strided_dout else None,
         )  # fmt: skip
         reasons = wrong_call.reasons()

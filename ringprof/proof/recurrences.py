@@ -154,9 +154,7 @@ class DenseRecurrence:
                 resets = frozenset(
                     bound - start for bound in starts if part.start <= bound < part.stop and bound > first
                 )
-                run = checkpoint if recomputes else _call
-                options = {"use_reentrant": False} if recomputes else {}
-                out, state = run(_scan, state, scale, resets, *tensors, **options)
+                out, state = _call(_scan, state, scale, resets, *tensors, recomputes=recomputes)
                 outputs.append(out)
             return torch.cat(outputs, 1), state
 
@@ -182,8 +180,7 @@ class ChunkedRecurrence(DenseRecurrence):
         bounds = _bounds(v, cu_seqlens)
         size = _CHUNK if g.shape[-1] == 1 else _CHUNK_OF_CHANNELS
         step = max(_CHUNKS_AT_A_TIME // (batch * heads), 1) * size
-        run = checkpoint if torch.is_grad_enabled() and step < tokens else _call
-        options = {} if run is _call else {"use_reentrant": False}
+        recomputes = torch.is_grad_enabled() and step < tokens
         outputs, state = [], initial_state
         # The gradients of a split are joined at once; those of slices would be added up, each as long as the sequence.
         parts = [[None] * -(-tokens // step) if x is None else torch.split(x, step, 1) for x in (q, k, v, g, beta)]
@@ -191,7 +188,7 @@ class ChunkedRecurrence(DenseRecurrence):
             end = min(first + step, tokens)
             inner = [0, *(bound - first for bound in bounds if first < bound < end), end - first]
             before = None if first and first in bounds else state
-            out, state = run(_scan_chunks, before, scale, inner, size, *tensors, **options)
+            out, state = _call(_scan_chunks, before, scale, inner, size, *tensors, recomputes=recomputes)
             outputs.append(out)
         out = torch.cat(outputs, 1)
         return (out, state) if return_final_state else out
@@ -266,8 +263,9 @@ def _pairs(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
     return torch.einsum("...ik,...jk,...ijk->...ij", rows, columns, decay)
 
 
-def _call(function: Any, *arguments: Any) -> Any:
-    return function(*arguments)
+def _call(function: Any, *arguments: Any, recomputes: bool) -> Any:
+    """Call a function; with ``recomputes``, autograd keeps its arguments alone and calls it again going back."""
+    return checkpoint(function, *arguments, use_reentrant=False) if recomputes else function(*arguments)
 
 
 def _scan(

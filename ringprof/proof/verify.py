@@ -10,7 +10,8 @@ kernel's own error is that of one call over the keys that all new tokens attend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,21 +21,23 @@ import torch
 from ringprof.common.json_object import Params
 from ringprof.errors import UnsupportedWorkloadError, VerificationError
 from ringprof.iteration.resolve import attention_options, kernel_of, layout_options, torch_dtype, why_unsupported
-from ringprof.iteration.shard import WorkloadShard, drawn_sinks
+from ringprof.iteration.shard import WorkloadShard, drawn_sinks, row_sums
 from ringprof.proof.dense import (
     MOST_TOKENS,
     TOKENS_PER_RANK,
-    References,
+    allowed_rms,
     compare_results,
     draw_inputs,
-    error_row,
-    errors_over_ranks,
+    error_on_rank,
+    gather_numbers,
+    reference_shares,
     relative_rms,
     severity,
+    worst_errors,
 )
 from ringprof.proof.result import TensorCheck
 from ringprof.ranks.process_group import GroupRanks, gather_tensor
-from ringprof.run import TensorError, Verification
+from ringprof.run import TensorError, TimedVerification, Verification
 from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.base import AttentionCall, Strategy
 from ringprof.strategies.kernels.merge import with_sinks
@@ -105,10 +108,10 @@ def _errors_of_training(strategy: Strategy, workload: Workload, device: torch.de
     if "dsinks" in results:
         results["dsinks"] = summed_over_ranks(results["dsinks"])
     del q, k, v, dout, local  # their memory is for the reference
-    references = References.of(full, workload, kernel_of(strategy, full.q, workload).again(), shard)
+    references = reference_shares(full, workload, kernel_of(strategy, full.q, workload).again(), shard)
     positions = strategy.positions(workload.seq, device, **shared)
     hops = partial(roundings, strategy=strategy)
-    return compare_results(results, references, positions, torch_dtype(workload), hops, GroupRanks(None))[0]
+    return compare_results(results, *references, positions, torch_dtype(workload), hops, GroupRanks(None))[0]
 
 
 def _errors_over_cache(strategy: Cached, workload: Workload, device: torch.device) -> dict[str, TensorCheck]:
@@ -135,9 +138,46 @@ def _errors_over_cache(strategy: Cached, workload: Workload, device: torch.devic
     kernel_out, _ = call.forward(q, full.k[:, common], full.v[:, common], Block())
     kernel_exact, _ = reference.forward_masked(q.double(), wide_k[:, common], wide_v[:, common], scale, None)
     kernel_rms = relative_rms(kernel_out.double() - kernel_exact, kernel_exact)
-    rows = {"out": error_row(out, strategy.shard_output(exact), kernel_rms)}
-    hops = partial(roundings, strategy=strategy, sinks=sinks is not None)
-    return errors_over_ranks(rows, torch_dtype(workload), hops, GroupRanks(None))
+    allowed = allowed_rms(kernel_rms, torch_dtype(workload), roundings("out", strategy, sinks=sinks is not None))
+    error = error_on_rank(out, strategy.shard_output(exact), kernel_rms, allowed, GroupRanks(None).rank)
+    return worst_errors({"out": error}, GroupRanks(None))
+
+
+def repeats_first(results: Mapping[str, torch.Tensor], first_rows: torch.Tensor, ending: str) -> bool:
+    """Return whether the last timed output has the bits of the first, whose `row_sums` are ``first_rows``. Collective.
+
+    Raises `VerificationError`, ended by ``ending``, if a result is not finite on some rank.
+    """
+    flags = [*(bool(x.isfinite().all()) for x in results.values()), torch.equal(first_rows, row_sums(results["out"]))]
+    flags_by_rank = gather_numbers(flags, GroupRanks(None))
+    for rank, flags in enumerate(flags_by_rank):
+        for name in (name for name, finite in zip(results, flags, strict=False) if not finite):
+            raise VerificationError(f"wrong result on rank {rank}: {name} is not finite, {ending}")
+    if results["out"].is_cuda:
+        # Device memory that the iterations have cached is needed for the reference.
+        torch.cuda.empty_cache()
+    return all(flags[-1] for flags in flags_by_rank)
+
+
+def add_timed(
+    before: Verification, measured: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor],
+    kernel_rms: Mapping[str, float], hops: Callable[[str], int], workload: Workload, begin_ns: int, ending: str,
+    **fields: Any,
+) -> Verification:  # fmt: skip
+    """Compare the last timed results with the reference, and add the outcome to ``before``. Collective.
+
+    ``kernel_rms`` are errors of the kernel alone where they were measured at this length, and ``fields`` other fields
+    of the outcome. Raises `VerificationError`, ended by ``ending``, if a result is wrong.
+    """
+    errors, dtype, ranks = dict[str, TensorCheck](), torch_dtype(workload), GroupRanks(None)
+    for name, exact in expected.items():
+        rms = max(kernel_rms.get(name, before.errors[name].kernel_rms), torch.finfo(dtype).eps / 2)
+        errors[name] = error_on_rank(measured[name], exact, rms, allowed_rms(rms, dtype, hops(name)), ranks.rank)
+    recorded = raise_if_wrong(worst_errors(errors, ranks), ending)
+    timed = TimedVerification(
+        seq=workload.kv_length or workload.seq, errors=recorded, took_ns=time.perf_counter_ns() - begin_ns, **fields
+    )
+    return msgspec.structs.replace(before, timed=timed)
 
 
 def summed_over_ranks(x: torch.Tensor) -> torch.Tensor:

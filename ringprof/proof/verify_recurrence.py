@@ -23,7 +23,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ringprof.errors import VerificationError
 from ringprof.iteration.layer import LayersShard
 from ringprof.iteration.recurrence import (
     SHARED,
@@ -35,23 +34,19 @@ from ringprof.iteration.recurrence import (
     single_rank_strategy,
 )
 from ringprof.iteration.resolve import torch_dtype
-from ringprof.iteration.shard import row_sums
 from ringprof.proof.dense import (
     SEED,
     TOKENS_PER_RANK,
-    References,
     allowed_rms,
     compare_results,
-    error_row,
-    errors_over_ranks,
     gather_numbers,
     relative_rms,
 )
 from ringprof.proof.recurrences import ChunkedRecurrence, DenseRecurrence, mistakes
 from ringprof.proof.result import TensorCheck
-from ringprof.proof.verify import raise_if_wrong, size_in_words, summed_over_ranks
+from ringprof.proof.verify import add_timed, raise_if_wrong, repeats_first, size_in_words, summed_over_ranks
 from ringprof.ranks.process_group import GroupRanks, gather_tensor
-from ringprof.run import TensorError, TimedVerification, Verification
+from ringprof.run import TensorError, Verification
 from ringprof.strategies.recurrent.state_strategies import StateA2A
 from ringprof.workload.recurrences import Operator
 from ringprof.workload.workload import Workload
@@ -73,10 +68,9 @@ def verify_recurrence(strategy: Any, workload: Workload, device: torch.device) -
     tokens = min(max(1, MOST_TOKENS // world), TOKENS_PER_RANK[device.type], workload.seq // world)
     workload = workload.at(world * max(tokens, (workload.conv_width or 1) - 1))
     check = _ShortCheck(strategy, workload, device)
-    errors, wrong = check.compare()
-    ending = f"{size_in_words(workload)}; nothing was timed"
-    if any(gather_numbers([float(any(wrong.values()))], GroupRanks(None))[rank][0] for rank in range(world)):
-        ending += check.reason(wrong)
+    errors = check.compare()
+    wrong = {name for name, error in errors.items() if not error.equal}
+    ending = f"{size_in_words(workload)}; nothing was timed" + (check.reason(wrong) if wrong else "")
     return Verification(passed=True, seq=workload.seq, errors=raise_if_wrong(errors, ending))
 
 
@@ -94,6 +88,7 @@ class _ShortCheck:
             return torch.randn(sizes, generator=generator)
 
         self._full |= {"initial_state": normal(*shape)} if strategy.takes_states else {}
+        self._full = {name: x.to(device) for name, x in self._full.items()}
         self._dout = normal(workload.batch, workload.seq, workload.heads, workload.value_dim).to(torch_dtype(workload))
         self._dfinal = normal(*shape)
         self._results = self._over_ranks()
@@ -103,40 +98,36 @@ class _ShortCheck:
         kernel = single_rank_strategy(strategy.kernel_name)
         self._kernel = self._share(self._whole(kernel, None))
 
-    def compare(self) -> tuple[dict[str, TensorCheck], dict[str, bool]]:
-        """Return the errors over all ranks, and whether each tensor is wrong on this rank. Collective."""
+    def compare(self) -> dict[str, TensorCheck]:
+        """Return the errors over all ranks. Collective."""
         local = self._workload.seq // self._world
         positions = torch.arange(local, device=self._device) + self._rank * local
         by_rank = [f"d{name}" for name in SHARED]
         return compare_results(
-            self._results, References(self._exact, self._kernel), positions, torch_dtype(self._workload),
+            self._results, self._exact, self._kernel, positions, torch_dtype(self._workload),
             self._hops, GroupRanks(None), not_by_token=(*by_rank, *_STATES),
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
-    def reason(self, wrong: Mapping[str, bool]) -> str:
+    def reason(self, wrong: set[str]) -> str:
         """Return which known mistake gives the wrong results, to be appended to a sentence; empty if none. Collective.
 
         A mistake must give all wrong tensors of the pass on every rank.
         """
         ranks, dtype = GroupRanks(None), torch_dtype(self._workload)
-        flags = gather_numbers([float(wrong[name]) for name in self._results], ranks)
-        wrong_names = {name for index, name in enumerate(self._results) if any(row[index] for row in flags)}
-        outputs = wrong_names & {"out", "final_state"}
-        names = outputs or wrong_names
+        outputs = wrong & {"out", "final_state"}
+        names = outputs or wrong
+        kernel_rms = {name: relative_rms(self._kernel[name] - self._exact[name], self._exact[name]) for name in names}
+        limits = {name: MATCH_FACTOR * allowed_rms(kernel_rms[name], dtype, self._hops(name)) for name in names}
         for sentence, mistaken in mistakes(self._world, backward=not outputs):
             # Forward mistakes are compared by their outputs alone, which take no gradients.
             whole = self._share(self._whole(mistaken, torch.float64, backward=not outputs))
             matches = all(
-                relative_rms(self._results[name].double() - whole[name], self._exact[name])
-                <= MATCH_FACTOR * allowed_rms(self._kernel_rms(name), dtype, self._hops(name))
+                relative_rms(self._results[name].double() - whole[name], self._exact[name]) <= limits[name]
                 for name in names
             )
             if all(row[0] for row in gather_numbers([float(matches)], ranks)):
                 return f"; the result equals that of a known mistake: {sentence}"
         return ""
-
-    def _kernel_rms(self, name: str) -> float:
-        return relative_rms(self._kernel[name].double() - self._exact[name], self._exact[name])
 
     def _hops(self, name: str) -> int:
         """Return how often a tensor is rounded to the input's type between ranks."""
@@ -150,42 +141,20 @@ class _ShortCheck:
         """Run the strategy over the ranks, and return this rank's results by name."""
         local = self._workload.seq // self._world
         own = slice(self._rank * local, (self._rank + 1) * local)
-        inputs = {name: x if name in (*SHARED, "initial_state") else x[:, own] for name, x in self._full.items()}
+        whole = (*SHARED, "initial_state")
+        inputs = {name: x if name in whole else x[:, own].contiguous() for name, x in self._full.items()}
         # The gradient of the final state is a sum over the ranks, here in unequal shares.
         share = 2 * (self._rank + 1) / (self._world * (self._world + 1))
-        results = self._run(self._strategy, inputs, self._dout[:, own], self._dfinal * share, None)
-        for name in [name for name in results if name.removeprefix("d") in (*SHARED, "initial_state")]:
+        gradients = (self._dout[:, own], self._dfinal * share) if self._workload.backward else ()
+        results = _run(self._strategy, self._workload, inputs, None, *gradients)
+        for name in [name for name in results if name.removeprefix("d") in whole]:
             results[name] = summed_over_ranks(results[name])
         return _with_heads(results)
 
     def _whole(self, target: Any, dtype: torch.dtype | None, *, backward: bool = True) -> dict[str, Tensor]:
         """Run ``target`` over the whole sequence, in ``dtype`` (None: the inputs' own)."""
-        return self._run(target, self._full, self._dout, self._dfinal, dtype, backward=backward)
-
-    def _run(
-        self, target: Any, inputs: Mapping[str, Tensor], dout: Tensor, dfinal: Tensor, dtype: torch.dtype | None, *,
-        backward: bool = True,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        leaves = {name: x.to(self._device, dtype or x.dtype).clone() for name, x in inputs.items()}
-        backward = backward and self._workload.backward
-        for leaf in leaves.values():
-            leaf.requires_grad_(backward)
-        operands = dict(leaves)
-        initial = operands.pop("initial_state", None)
-        options = {} if initial is None else {"initial_state": initial, "return_final_state": True}
-        with torch.set_grad_enabled(backward):
-            result = call_operator(target, self._workload, operands, **options)
-        outputs = result if isinstance(result, tuple) else (result,)
-        results = dict(zip(("out", "final_state"), (x.detach() for x in outputs), strict=False))
-        if backward:
-            gradients = [x.to(y) for x, y in zip((dout, dfinal), outputs, strict=False)]
-            gradients_of_leaves = torch.autograd.grad(outputs, list(leaves.values()), gradients, allow_unused=True)
-            # An initial state that a first document of no tokens leaves unused has no gradient.
-            results |= {
-                f"d{name}": torch.zeros_like(leaf) if x is None else x
-                for (name, leaf), x in zip(leaves.items(), gradients_of_leaves, strict=True)
-            }
-        return results
+        gradients = (self._dout, self._dfinal) if backward and self._workload.backward else ()
+        return _run(target, self._workload, self._full, dtype, *gradients)
 
     def _share(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's share of results over the whole sequence."""
@@ -211,19 +180,10 @@ def verify_timed_recurrence(
     ``first_rows`` are the `row_sums` of the first output. Collective: every rank must call this, and gets the same
     answer. Raises `VerificationError`, which names the worst rank and tensor, if a result is wrong.
     """
-    begin, ranks, workload = time.perf_counter_ns(), GroupRanks(None), shard.workload
+    begin, workload = time.perf_counter_ns(), shard.workload
     ending = f"in the last timed iteration, {size_in_words(workload)}; nothing was recorded"
     results = {name: x.detach() for name, x in last.named().items()}
-    flags = [
-        *(bool(x.isfinite().all()) for x in results.values()), torch.equal(first_rows, row_sums(last.out))
-    ]  # fmt: skip
-    flags_by_rank = gather_numbers(flags, ranks)
-    for rank, finite in enumerate(flags_by_rank):
-        for name in (name for name, is_finite in zip(results, finite, strict=False) if not is_finite):
-            raise VerificationError(f"wrong result on rank {rank}: {name} is not finite, {ending}")
-    if shard.dout is not None and shard.dout.is_cuda:
-        # Device memory that the iterations have cached is needed here.
-        torch.cuda.empty_cache()
+    same = repeats_first(results, first_rows, ending)
     group = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
     output_gradient = {} if shard.dout is None else {"dout": shard.dout}
     own, one_group = select_group(workload, {**shard.inputs, **output_gradient, **results}, group)
@@ -234,49 +194,47 @@ def verify_timed_recurrence(
         name: x if name in SHARED else torch.cat(gather_tensor(x.detach().contiguous()), 1)
         for name, x in own.items() if name in shard.inputs or name == "dout"
     }  # fmt: skip
-    exact = _group_results(ChunkedRecurrence(), one_group, gathered, torch.float64)
+    dout = [gathered.pop("dout")] if "dout" in gathered else []
+    exact = _run(ChunkedRecurrence(), one_group, gathered, torch.float64, *dout)
     rank, local = shard.strategy.comm.rank, workload.seq // shard.strategy.comm.size
     share = slice(rank * local, (rank + 1) * local)
-    kernel_alone: dict[str, Tensor] = {}
+    kernel_rms = dict[str, float]()
     iterations = shard.strategy.comm.size * one_group.heads * one_group.batch / (workload.heads * workload.batch)
     # A Triton kernel would be compiled for the one head: minutes. Its error is that of the check before timing.
     if iterations <= _MOST_ITERATIONS and shard.kernel().name == "reference":
-        kernel_alone = _group_results(single_rank_strategy("reference"), one_group, gathered, None)
-    rows, unit = {}, torch.finfo(torch_dtype(workload)).eps / 2
-    for name, x in exact.items():
-        kernel_rms = before.errors[name].kernel_rms
-        if name in kernel_alone:
-            kernel_rms = relative_rms(kernel_alone[name].double() - x, x)
-        rows[name] = error_row(own[name], x if name in sums else x[:, share], max(kernel_rms, unit))
-
-    def hops(name: str) -> int:
-        return shard.strategy.comm.size if name in sums else 0
-
-    errors = errors_over_ranks(rows, torch_dtype(workload), hops, ranks)
-    timed = TimedVerification(
-        seq=workload.seq, places=local, kv_head=group, same_output=all(flags[-1] for flags in flags_by_rank),
-        errors=raise_if_wrong(errors, ending), took_ns=time.perf_counter_ns() - begin,
+        kernel_alone = _run(single_rank_strategy("reference"), one_group, gathered, None, *dout)
+        kernel_rms = {name: relative_rms(x.double() - exact[name], exact[name]) for name, x in kernel_alone.items()}
+    expected = {name: x if name in sums else x[:, share] for name, x in exact.items()}
+    return add_timed(
+        before, own, expected, kernel_rms, lambda name: shard.strategy.comm.size if name in sums else 0, workload,
+        begin, ending, places=local, kv_head=group, same_output=same,
     )  # fmt: skip
-    return msgspec.structs.replace(before, timed=timed)
 
 
-def _group_results(
-    target: Any, workload: Workload, inputs: Mapping[str, Tensor], dtype: torch.dtype | None
+def _run(
+    target: Any, workload: Workload, inputs: Mapping[str, Tensor], dtype: torch.dtype | None, *gradients: Tensor
 ) -> dict[str, Tensor]:
-    """Compute output and gradients over the whole sequence, in ``dtype`` (None: the inputs' own), by name.
+    """Compute a recurrence over the given tokens, in ``dtype`` (None: the inputs' own); return its results by name.
 
-    ``inputs`` hold ``dout``, too, where gradients are wanted.
+    ``gradients`` are those of the output and of the final state; without them there is no backward pass. With an input
+    ``initial_state`` there is a final state.
     """
-    leaves = {
-        name: x.detach().to(dtype or x.dtype).requires_grad_("dout" in inputs)
-        for name, x in inputs.items() if name != "dout"
-    }  # fmt: skip
-    with torch.set_grad_enabled("dout" in inputs):
-        out = call_operator(target, workload, leaves)
-    results = {"out": out.detach()}
-    if "dout" in inputs:
-        gradients_of_leaves = torch.autograd.grad(out, list(leaves.values()), inputs["dout"].to(out))
-        results |= {f"d{name}": x for name, x in zip(leaves, gradients_of_leaves, strict=True)}
+    leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_(bool(gradients)) for name, x in inputs.items()}
+    operands = dict(leaves)
+    initial = operands.pop("initial_state", None)
+    options = {} if initial is None else {"initial_state": initial, "return_final_state": True}
+    with torch.set_grad_enabled(bool(gradients)):
+        result = call_operator(target, workload, operands, **options)
+    outputs = result if isinstance(result, tuple) else (result,)
+    results = dict(zip(("out", "final_state"), (x.detach() for x in outputs), strict=False))
+    if gradients:
+        of_outputs = [x.to(y) for x, y in zip(gradients, outputs, strict=False)]
+        of_leaves = torch.autograd.grad(outputs, list(leaves.values()), of_outputs, allow_unused=True)
+        # An initial state that a first document of no tokens leaves unused has no gradient.
+        results |= {
+            f"d{name}": torch.zeros_like(leaf) if x is None else x
+            for (name, leaf), x in zip(leaves.items(), of_leaves, strict=True)
+        }
     return results
 
 
@@ -291,8 +249,18 @@ def recurrences_of(workload: Workload) -> list[Workload]:
 
 def join_verifications(attention: Verification, recurrence: Verification, operator: Operator) -> Verification:
     """Add a recurrence's errors to those of attention, with the operator before their names: ``gdn dq``."""
-    errors = attention.errors | _named(recurrence.errors, operator)
-    return msgspec.structs.replace(attention, seq=min(attention.seq, recurrence.seq), errors=errors)
+
+    def joined(errors: dict[str, TensorError], others: dict[str, TensorError]) -> dict[str, TensorError]:
+        return errors | {f"{operator} {name}": error for name, error in others.items()}
+
+    timed, other = attention.timed, recurrence.timed
+    if timed is not None and other is not None:
+        timed = msgspec.structs.replace(
+            timed, errors=joined(timed.errors, other.errors), took_ns=timed.took_ns + other.took_ns,
+            same_output=timed.same_output and other.same_output,
+        )  # fmt: skip
+    errors = joined(attention.errors, recurrence.errors)
+    return msgspec.structs.replace(attention, seq=min(attention.seq, recurrence.seq), errors=errors, timed=timed)
 
 
 def verify_timed_layers(shard: LayersShard, before: Verification, attention: Verification) -> Verification:
@@ -301,21 +269,12 @@ def verify_timed_layers(shard: LayersShard, before: Verification, attention: Ver
     ``before`` is the verification before timing. Collective: every rank must call this, and gets the same answer.
     Raises `VerificationError`, which names the worst rank and tensor, if a result is wrong.
     """
-    timed = attention.timed
     for operator, recurrence in shard.recurrences.items():
         prefix = f"{operator} "
         own = {name.removeprefix(prefix): error for name, error in before.errors.items() if name.startswith(prefix)}
         checked = verify_timed_recurrence(
             recurrence, shard.kept_results[operator], shard.first_rows[operator],
             msgspec.structs.replace(before, errors=own),
-        ).timed  # fmt: skip
-        assert timed is not None and checked is not None
-        timed = msgspec.structs.replace(
-            timed, errors=timed.errors | _named(checked.errors, operator), took_ns=timed.took_ns + checked.took_ns,
-            same_output=timed.same_output and checked.same_output,
         )  # fmt: skip
-    return msgspec.structs.replace(attention, timed=timed)
-
-
-def _named(errors: dict[str, TensorError], operator: Operator) -> dict[str, TensorError]:
-    return {f"{operator} {name}": error for name, error in errors.items()}
+        attention = join_verifications(attention, checked, operator)
+    return attention

@@ -24,8 +24,9 @@ the kernel's own error is that of the verification before timing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -34,20 +35,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringprof.errors import VerificationError
-from ringprof.iteration.resolve import layout_options, torch_dtype
-from ringprof.iteration.shard import Results, WorkloadShard, row_sums
-from ringprof.proof.dense import (
-    SEED,
-    error_row,
-    errors_over_ranks,
-    gather_numbers,
-    kernel_results,
-    relative_rms,
-    whole_block,
-)
-from ringprof.proof.verify import raise_if_wrong, roundings, size_in_words, summed_over_ranks
+from ringprof.iteration.resolve import layout_options
+from ringprof.iteration.shard import DynamicCpShard, Measurement, Results, WorkloadShard
+from ringprof.proof.dense import SEED, gather_numbers, kernel_results, relative_rms, severity, whole_block
+from ringprof.proof.verify import add_timed, repeats_first, roundings, size_in_words, summed_over_ranks, verify
 from ringprof.ranks.process_group import GroupRanks, gather_tensor
-from ringprof.run import TimedVerification, Verification
+from ringprof.run import TensorError, TimedVerification, Verification
 from ringprof.strategies.kernels.reference import KeyStretches, masked_scores
 from ringprof.workload.workload import Workload
 
@@ -68,21 +61,10 @@ def verify_timed(
     iteration. Collective: every rank must call this, and gets the same answer. Raises `VerificationError`, which names
     the worst rank and tensor, if a result is wrong.
     """
-    begin, ranks = time.perf_counter_ns(), GroupRanks(None)
-    ending = f"{size_in_words(workload)}; nothing was recorded"
-    results = {name: x.detach() for name, x in vars(last).items() if x is not None}
-    flags = [*(bool(x.isfinite().all()) for x in results.values()), torch.equal(first_rows, row_sums(last.out))]
-    flags_by_rank = gather_numbers(flags, ranks)
-    for rank, flags in enumerate(flags_by_rank):
-        for name in (name for name, finite in zip(results, flags, strict=False) if not finite):
-            raise VerificationError(
-                f"wrong result on rank {rank}: {name} is not finite, in the last timed iteration, {ending}"
-            )
-    same = all(flags[-1] for flags in flags_by_rank)
-    if shard.q.device.type == "cuda":
-        # Device memory that the iterations have cached is needed here.
-        torch.cuda.empty_cache()
-    head, kernel_alone = 0, dict[str, Tensor]()
+    begin = time.perf_counter_ns()
+    ending = f"in the last timed iteration, {size_in_words(workload)}; nothing was recorded"
+    same = repeats_first({name: x.detach() for name, x in vars(last).items() if x is not None}, first_rows, ending)
+    head, kernel_rms = 0, dict[str, float]()
     if workload.kv_length is not None:
         places, measured, expected = _compared_over_cache(shard, last.out, workload)
     else:
@@ -95,22 +77,15 @@ def verify_timed(
         sample = _RowSample(shard, workload)
         places, measured = sample.count, sample.select_results(last, head)
         expected = sample.reference_rows() | (sample.reference_keys(head) if workload.backward else {})
-        kernel_alone = sample.kernel_rows(head)
-    rows, unit = {}, torch.finfo(torch_dtype(workload)).eps / 2
-    for name, reference in expected.items():
-        kernel_rms = before.errors[name].kernel_rms
-        if name in kernel_alone:
-            one_head = reference.shape[2] == 1 or name == "dsinks"
-            kernel_reference = reference if one_head else reference[:1, :, sample.heads(head)]
-            kernel_rms = relative_rms(kernel_alone[name].double() - kernel_reference, kernel_reference)
-        rows[name] = error_row(measured[name], reference, max(kernel_rms, unit))
+        for name, x in sample.kernel_rows(head).items():
+            one_head = expected[name].shape[2] == 1 or name == "dsinks"
+            exact = expected[name] if one_head else expected[name][:1, :, sample.heads(head)]
+            kernel_rms[name] = relative_rms(x.double() - exact, exact)
     hops = partial(roundings, strategy=shard.strategy, sinks=workload.sinks is not None)
-    errors = errors_over_ranks(rows, torch_dtype(workload), hops, ranks)
-    timed = TimedVerification(
-        seq=workload.kv_length or workload.seq, places=places, kv_head=head, same_output=same,
-        errors=raise_if_wrong(errors, f"in the last timed iteration, {ending}"), took_ns=time.perf_counter_ns() - begin,
+    return add_timed(
+        before, measured, expected, kernel_rms, hops, workload, begin, ending, places=places, kv_head=head,
+        same_output=same,
     )  # fmt: skip
-    return msgspec.structs.replace(before, timed=timed)
 
 
 def softmax_rows(
@@ -157,9 +132,8 @@ class _RowSample:
         self._group = workload.heads // workload.kv_heads
         self._scale: float = workload.head_dim**-0.5
         self._softcap, self._sinks = workload.softcap or 0.0, shard.sinks
-        self._mask, shared = workload.mask(), layout_options(workload)
-        self._positions = shard.strategy.positions(workload.seq, **shared).to(self._device)
-        self._layout = shard.strategy.layout_of(**shared)
+        self._mask = workload.mask()
+        self._positions = shard.strategy.positions(workload.seq, **layout_options(workload)).to(self._device)
         self.count = min(SAMPLED_ROWS, len(self._positions))
         generator = torch.Generator().manual_seed(SEED + self._comm.rank)
         chosen = torch.randperm(len(self._positions), generator=generator)[: self.count]
@@ -284,11 +258,9 @@ class _RowSample:
     def _gather(self, x: Tensor, batch: int, heads: slice) -> Tensor:
         """Gather some heads of a batch entry of a tensor from all ranks, in sequence order: (S, heads, D)."""
         # gloo does not support every dtype, so the bytes are gathered.
-        pieces = gather_tensor(x.detach()[batch, :, heads].contiguous().view(torch.uint8), self._comm.group)
-        gathered = torch.cat(pieces).view(x.dtype)
-        order = self._layout.order(self._workload.seq, self._comm.size).to(self._device)
-        in_order: Tensor = torch.empty_like(gathered).index_copy_(0, order, gathered)
-        return in_order
+        own_bytes = x.detach()[batch, :, heads].contiguous().view(torch.uint8)
+        gathered: Tensor = self._shard.strategy.unshard(own_bytes, 0, **layout_options(self._workload))
+        return gathered.view(x.dtype)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -356,3 +328,43 @@ def _compared_over_cache(
                 measured.append(own_rows.flatten())
                 expected.append(softmax_rows(q, k, v, seen.repeated(len(heads)), *scores)[0].flatten())
     return len(measured), {"out": torch.cat(measured)}, {"out": torch.cat(expected)}
+
+
+# --- steps of dynamic context parallelism -------------------------------------------------------------
+
+
+def verify_steps(dynamic: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device) -> Verification:
+    """Verify the strategy of every size before timing, all groups of ranks at once; see `ringprof.proof.verify`.
+
+    Raises `VerificationError`.
+    """
+    return _merge(
+        [verify(dynamic.of(size), workload.step(dynamic.comm.size // size), device) for size in dict.fromkeys(sizes)]
+    )
+
+
+def verify_timed_steps(shard: DynamicCpShard, measured: Measurement, before: Verification) -> Verification:
+    """Verify the last timed result of every step; see `ringprof.proof.verify_timed`. Raises `VerificationError`."""
+    assert measured.last is not None
+    rows = measured.first_rows.chunk(len(shard.steps), 1)
+    return _merge([
+        verify_timed(step, rows[number], shard.results_of_step(measured.last, number), workload, before)
+        for number, (step, workload) in enumerate(zip(shard.steps, shard.workloads, strict=True))
+    ])  # fmt: skip
+
+
+def _merge(verifications: list[Verification]) -> Verification:
+    """Merge verifications: keep each tensor's error nearest its bound, and the lengths of the longest sequence."""
+    longest = max(verifications, key=lambda verification: (verification.timed or verification).seq)
+    timed = [verification.timed for verification in verifications if verification.timed is not None]
+    merged_timed = longest.timed and msgspec.structs.replace(
+        longest.timed, errors=_worst_errors(timed), took_ns=sum(verification.took_ns for verification in timed),
+        same_output=all(verification.same_output for verification in timed),
+    )  # fmt: skip
+    return msgspec.structs.replace(longest, errors=_worst_errors(verifications), timed=merged_timed)
+
+
+def _worst_errors(verifications: Sequence[Verification | TimedVerification]) -> dict[str, TensorError]:
+    """Return each tensor's error that is nearest its bound."""
+    names = verifications[0].errors
+    return {name: max((verified.errors[name] for verified in verifications), key=severity) for name in names}

@@ -9,19 +9,25 @@ is the score, less a constant of the whole row, so the weights also show the sco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import msgspec
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from ringprof.proof.dense import Tensors, relative_rms
-from ringprof.proof.merging import PARTIAL_OUTPUTS, merge_mistake
 from ringprof.proof.result import QueryAndKey, Seen
 from ringprof.proof.user_attention import AttentionResults, UserAttention
-from ringprof.proof.visible_keys import holder_of, mask_mistake, shown_by_mask
+from ringprof.proof.visible_keys import (
+    PARTIAL_OUTPUTS,
+    TOLERANCE,
+    holder_of,
+    mask_mistake,
+    merge_mistake,
+    shown_by_mask,
+)
 from ringprof.workload.workload import Workload
 
 MOST_CALLS = 16
@@ -33,8 +39,6 @@ UNIT = 64.0
 """Value of v, large enough that no weight becomes too small for float16."""
 SCORED_ROWS = 64
 """Most queries per rank whose scores are compared."""
-TOLERANCE = 0.05
-"""Largest difference between weights and the scores that explain them: rounding is below it, mistakes are above."""
 AFTER_SOFTMAX = "weights sum to less than 1: the softmax is over all keys, and the mask hides keys after it"
 ZERO_V = (
     "keys that are not seen count in the sum of weights: their v is 0 (not received in time), or their output is lost"
@@ -44,9 +48,15 @@ ZERO_K_AND_V = "keys that are not seen count with a score of 0, as k and v of 0 
 _ScoresOfHidden = Callable[[Tensor], Tensor]
 
 
-class _Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """How the scores q·k explain the weights of one rank's queries."""
+class _Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings from the weights of one rank's queries, which the ranks exchange."""
 
+    seen: Seen
+    """Comparison with the mask, of this rank's queries."""
+    shift: int | None
+    """Number of keys that every query sees too far ahead; None where queries differ."""
+    repeat_difference: float
+    """Relative difference of two calls with the same tensors."""
     scale: float | None = None
     """Factor by which scores are multiplied; None where no scores explain the weights."""
     scores: str = ""
@@ -59,25 +69,6 @@ class _Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Whether keys that are not seen have no weight. They have some where k or v is 0 in their place."""
     heads: list[tuple[int, int]] = []
     """For each output head, the query head and the kv head whose scores explain it; empty where none do."""
-
-
-class _RankFindings(msgspec.Struct, frozen=True):
-    """Findings from the weights of one rank's queries, which the ranks exchange."""
-
-    pairs: int
-    """Number of (query, key) pairs that were tried."""
-    leaks: int
-    """Number of pairs that the mask hides and the attention sees."""
-    first_leak: QueryAndKey | None
-    missing: int
-    """Number of pairs that the mask shows and the attention does not see."""
-    first_missing: QueryAndKey | None
-    shift: int | None
-    """Number of keys that every query sees too far ahead; None where queries differ."""
-    repeat_difference: float
-    """Relative difference of two calls with the same tensors."""
-    fit: _Fit
-    """How scores explain the weights."""
 
 
 def read_weights(
@@ -106,18 +97,28 @@ def read_weights(
     rank_weights = _RankWeights(attention, full, workload, keys, weights)
     sees = torch.empty(workload.seq, len(keys), dtype=torch.bool, device=keys.device)
     sees[attention.order.flatten()] = torch.cat(attention.ranks.gather_tensor(rank_weights.sees[0].byte())).bool()
-    findings_by_rank = attention.ranks.gather_structs(
+    by_rank = attention.ranks.gather_structs(
         rank_weights.findings(repeat_difference if math.isfinite(repeat_difference) else 0.0)
     )
-    repeat_difference = max(findings.repeat_difference for findings in findings_by_rank)
+    repeat_difference = max(findings.repeat_difference for findings in by_rank)
     if repeat_difference > TOLERANCE:
         difference = f"out differs between two calls with the same tensors, by {repeat_difference:.2g}"
         return None, [f"{difference}: dropout is on, or ranks race"]
-    reasons, fits = _reasons(findings_by_rank, workload, scale), [findings.fit for findings in findings_by_rank]
+    reasons = _reasons(by_rank, workload, scale)
     # Which pairs are wrong is no reason by itself: v may be of other keys, and hidden scores may be finite.
-    if all(fit.explains_seen and fit.received for fit in fits) and not _shifts(findings_by_rank):
+    if all(findings.explains_seen and findings.received for findings in by_rank) and not _shifts(by_rank):
         reasons = [*filter(None, [mask_mistake(sees, keys, attention.order, workload)]), *reasons]
-    return _combine_ranks(findings_by_rank, workload), reasons
+    seen_by_rank = [findings.seen for findings in by_rank]
+
+    def first_of(pairs: Iterable[QueryAndKey | None]) -> QueryAndKey | None:
+        return min((pair for pair in pairs if pair), key=lambda pair: (pair.query, pair.key), default=None)
+
+    return Seen(
+        pairs=sum(seen.pairs for seen in seen_by_rank), of=workload.seq**2,
+        leaks=sum(seen.leaks for seen in seen_by_rank), first_leak=first_of(seen.first_leak for seen in seen_by_rank),
+        missing=sum(seen.missing for seen in seen_by_rank),
+        first_missing=first_of(seen.first_missing for seen in seen_by_rank),
+    ), reasons  # fmt: skip
 
 
 def _keys_to_try(workload: Workload, device: torch.device) -> Tensor:
@@ -138,40 +139,57 @@ def _weights_from_call(call: Callable[[Tensors], AttentionResults], full: Tensor
     return call(replace(full, v=v))["out"][..., : len(keys)]
 
 
-@dataclass(frozen=True)
 class _RankWeights:
-    """Weights of one rank's queries, with the workload that states what they should be."""
+    """Weights of one rank's queries, and the scores that explain some of them. R queries, T keys, N ranks of keys."""
 
-    attention: UserAttention
-    full: Tensors
-    workload: Workload
-    keys: Tensor
-    """Positions (T) of the keys that were tried."""
-    weights: Tensor
-    """Weights (B, S/N, H, T), times `UNIT`."""
-
-    @cached_property
-    def shown_by_mask(self) -> Tensor:
+    def __init__(self, attention: UserAttention, full: Tensors, workload: Workload, keys: Tensor, weights: Tensor):
+        """Take the positions (T) of the keys that were tried, and the weights (B, S/N, H, T), times `UNIT`."""
+        self.attention, self.workload, self.keys, self.all_weights = attention, workload, keys, weights
+        self.shown_by_mask = shown_by_mask(workload, attention.positions, keys)
         """Boolean mask (S/N, T) of the keys that each query should see."""
-        return shown_by_mask(self.workload, self.attention.positions, self.keys)
-
-    @cached_property
-    def sees(self) -> Tensor:
+        self.sees = (weights != 0).any(2)
         """Boolean mask (B, S/N, T) of the keys that any head of each query sees."""
-        return (self.weights != 0).any(2)
+        local = len(attention.positions)
+        rows = torch.arange(0, local, -(-local // SCORED_ROWS), device=keys.device)
+        q, k = full.q[0, attention.positions[rows]].double(), full.k[0].double()
+        self.group_size = workload.heads // workload.kv_heads
+        self.weights = weights[0, rows].transpose(0, 1).double() / UNIT
+        """Weights (H, R, T)."""
+        all_keys = torch.arange(workload.seq, device=keys.device)
+        self.shown = shown_by_mask(workload, attention.positions[rows], all_keys)
+        """Boolean mask (R, S) of the keys that the mask shows."""
+        seen = (self.weights > 0).all(0)
+        self.visible = seen & self.shown[:, keys]
+        """Boolean mask (R, T) of the keys that every head of a query sees, and that the mask shows."""
+        self.leaked = seen & ~self.shown[:, keys]
+        """Boolean mask (R, T) of the keys that every head of a query sees, and that the mask hides."""
+        self.distance = (attention.positions[rows][:, None] - keys).double()
+        """Distances (R, T) from a key to the query."""
+        self.scores = torch.einsum("rhd,tkd->hkrt", q, k[keys])
+        """Products q·k (H, Hkv, R, T) of every pair of heads, without a scale."""
+        self.all_scores = torch.einsum("rhd,thd->hrt", q, k.repeat_interleave(self.group_size, 1))
+        """Products q·k (H, R, S) of the right pairs of heads, over all keys."""
+        self.holder = holder_of(attention.order)
+        """Rank (S) that holds each key."""
+        self.holder_one_hot = torch.nn.functional.one_hot(self.holder[keys], attention.ranks.size).double()
+        """Rank that holds each key, one-hot (T, N)."""
+        self.key_count = (self.visible.double() @ self.holder_one_hot).clamp_min(1e-9)
+        """Number (R, N) of keys of each rank that a query sees; above 0, for division."""
 
-    def findings(self, repeat_difference: float) -> _RankFindings:
+    def findings(self, repeat_difference: float) -> _Findings:
         """Return this rank's findings, with the given difference between two equal calls."""
-        finite = self.weights.isfinite().all(3).all(2).all(0)[:, None]
+        finite = self.all_weights.isfinite().all(3).all(2).all(0)[:, None]
         leaks, missing = (
             self.sees.any(0) & ~self.shown_by_mask & finite,
             ~self.sees.all(0) & self.shown_by_mask & finite,
         )
-        fit = _ScoreFit(self).fit() if finite.all() else _Fit()
-        return _RankFindings(
-            self.shown_by_mask.numel(), int(leaks.sum()), self._first_pair(leaks), int(missing.sum()),
-            self._first_pair(missing), self._position_shift(self.sees[0]), repeat_difference, fit,
+        seen = Seen(
+            pairs=self.shown_by_mask.numel(), of=self.workload.seq**2, leaks=int(leaks.sum()),
+            first_leak=self._first_pair(leaks), missing=int(missing.sum()), first_missing=self._first_pair(missing),
         )  # fmt: skip
+        shift = self._position_shift(self.sees[0])
+        findings = _Findings(seen=seen, shift=shift, repeat_difference=repeat_difference)
+        return self._fit(findings) if finite.all() else findings
 
     def _first_pair(self, pairs: Tensor) -> QueryAndKey | None:
         """Return the first pair in a boolean mask (S/N, T), by the query's position, then the key's; None if empty."""
@@ -193,51 +211,11 @@ class _RankWeights:
         same = torch.equal(sees, shown_by_mask(self.workload, moved, self.keys))
         return shift if same and int((moved == positions + shift).sum()) * 2 >= len(positions) else None
 
+    def _fit(self, findings: _Findings) -> _Findings:
+        """Add to ``findings`` how scores explain the weights.
 
-class _ScoreFit:
-    """Fit of the weights of some queries by scores q·k. R queries, T keys, N ranks that hold the keys."""
-
-    def __init__(self, rank_weights: _RankWeights) -> None:
-        attention, full, workload = rank_weights.attention, rank_weights.full, rank_weights.workload
-        rows = torch.arange(
-            0, len(attention.positions), -(-len(attention.positions) // SCORED_ROWS), device=rank_weights.keys.device
-        )
-        q = full.q[0, attention.positions[rows]].double()
-        k = full.k[0, rank_weights.keys].double()
-        self.group_size = workload.heads // workload.kv_heads
-        weights = rank_weights.weights[0, rows].transpose(0, 1).double() / UNIT
-        self.weights = weights
-        """Weights (H, R, T)."""
-        all_keys = torch.arange(workload.seq, device=rank_weights.keys.device)
-        self.keys = rank_weights.keys
-        self.shown = shown_by_mask(workload, attention.positions[rows], all_keys)
-        """Boolean mask (R, S) of the keys that the mask shows."""
-        seen = (weights > 0).all(0)
-        self.visible = seen & self.shown[:, self.keys]
-        """Boolean mask (R, T) of the keys that every head of a query sees, and that the mask shows."""
-        self.leaked = seen & ~self.shown[:, self.keys]
-        """Boolean mask (R, T) of the keys that every head of a query sees, and that the mask hides."""
-        self.distance = (attention.positions[rows][:, None] - self.keys).double()
-        """Distances (R, T) from a key to the query."""
-        self.scores = torch.einsum("rhd,tkd->hkrt", q, k)
-        """Products q·k (H, Hkv, R, T) of every pair of heads, without a scale."""
-        holder = holder_of(attention.order)
-        self.holder_one_hot = torch.nn.functional.one_hot(holder[rank_weights.keys], attention.ranks.size).double()
-        """Rank that holds each key, one-hot (T, N)."""
-        self.key_count = (self.visible.double() @ self.holder_one_hot).clamp_min(1e-9)
-        """Number (R, N) of keys of each rank that a query sees; above 0, for division."""
-        self.own_rank = attention.ranks.rank
-        self.holder = holder
-        """Rank (S) that holds each key."""
-        wide_k = full.k[0].double().repeat_interleave(self.group_size, 1)
-        self.all_scores = torch.einsum("rhd,thd->hrt", q, wide_k)
-        """Products q·k (H, R, S) of the right pairs of heads, over all keys."""
-
-    def fit(self) -> _Fit:
-        """Compare the logarithms of the weights with the scores of every pair of heads.
-
-        Both are centred over the keys of each rank, so that neither the softmax's normalisation nor a wrong merge
-        matters.
+        Compares the logarithms of the weights with the scores of every pair of heads. Both are centred over the keys of
+        each rank, so that neither the softmax's normalisation nor a wrong merge matters.
         """
         logs = torch.where(self.visible | self.leaked, self.weights.clamp_min(1e-300).log(), 0.0)
         of_weights, of_scores = self._centred(logs), self._centred(self.scores)
@@ -250,10 +228,11 @@ class _ScoreFit:
         centred_scores, scores = (torch.stack([x[h, k] for h, k in expected_heads]) for x in (of_scores, self.scores))
         alike = bool((best.values > 1 - TOLERANCE).all())
         if alike and heads != expected_heads:
-            return _Fit(heads=heads)
+            return replace_fields(findings, heads=heads)
         slope = float((centred_scores * of_weights).sum() / centred_scores.square().sum().clamp_min(1e-300))
         if not alike or not self._negligible(of_weights - slope * centred_scores):
-            return _Fit(heads=heads if alike else [], scores=self._distance_bias(of_weights, centred_scores))
+            bias = self._distance_bias(of_weights, centred_scores)
+            return replace_fields(findings, heads=heads if alike else [], scores=bias)
         rest = torch.where(self.visible, logs - slope * scores, 0.0)
         log_factors = rest @ self.holder_one_hot / self.key_count
         row_factors = rest.sum(2, keepdim=True) / self.visible.sum(1).clamp_min(1)[:, None]
@@ -261,13 +240,13 @@ class _ScoreFit:
         halves = ((centred_scores[part], of_weights[part]) for part in (near, ~near & self.visible))
         slopes = [float((x * y).sum() / x.square().sum().clamp_min(1e-300)) for x, y in halves]
         if abs(slopes[0] - slopes[1]) > TOLERANCE / 2 * abs(slope):
-            return _Fit(heads=heads)  # scores are no multiple of q·k
+            return replace_fields(findings, heads=heads)  # scores are no multiple of q·k
         if not torch.equal((self.weights > 0).any(0), (self.weights > 0).all(0)):
-            return _Fit(scale=slope, heads=heads)  # heads see different keys
+            return replace_fields(findings, scale=slope, heads=heads)  # heads see different keys
         hidden, hidden_scores = self._hidden_scores(logs - row_factors, slope * scores)
         # Weights of hidden keys show their scores only if one factor per query is right for the keys that are shown.
         if hidden is None or (hidden and not self._negligible(rest - row_factors)):
-            return _Fit(scale=slope, heads=heads)
+            return replace_fields(findings, scale=slope, heads=heads)
         # Keys that were not tried are taken for those that the mask shows.
         seen, all_scores = self.shown.clone(), slope * self.all_scores
         seen[:, self.keys] = self.visible | self.leaked
@@ -283,14 +262,15 @@ class _ScoreFit:
             sums[ZERO_V] = all_scores.masked_fill(~(seen | unseen), -torch.inf).logsumexp(2)
             sums[ZERO_K_AND_V] = (lses.logsumexp(2).exp() + unseen.sum(1)).log()
         mistake = merge_mistake(
-            log_factors, lses, scores_by_rank.amax(3), self.key_count > 0.5, self.own_rank, sums
+            log_factors, lses, scores_by_rank.amax(3), self.key_count > 0.5, self.attention.ranks.rank, sums
         )  # fmt: skip
         # Where keys are not seen, a rank's keys may have come twice, in the place of these: no mistake of the merge.
         if unseen.any() and mistake.startswith(PARTIAL_OUTPUTS):
-            return _Fit(scale=slope, heads=heads)
+            return replace_fields(findings, scale=slope, heads=heads)
         received = mistake not in (ZERO_V, ZERO_K_AND_V)
-        return _Fit(
-            scale=slope, scores=hidden, merge=mistake, explains_seen=not hidden, received=received, heads=heads
+        return replace_fields(
+            findings, scale=slope, scores=hidden, merge=mistake, explains_seen=not hidden, received=received,
+            heads=heads,
         )  # fmt: skip
 
     def _negligible(self, x: Tensor) -> bool:
@@ -341,32 +321,15 @@ class _ScoreFit:
         return torch.where(self.visible, x - mean @ self.holder_one_hot.T, 0.0)
 
 
-def _combine_ranks(findings_by_rank: list[_RankFindings], workload: Workload) -> Seen:
-    """Combine all ranks' findings into the comparison with the mask."""
-
-    def first_of(pairs: list[QueryAndKey | None]) -> QueryAndKey | None:
-        return min((pair for pair in pairs if pair), key=lambda pair: (pair.query, pair.key), default=None)
-
-    return Seen(
-        pairs=sum(findings.pairs for findings in findings_by_rank),
-        of=workload.seq**2,
-        leaks=sum(findings.leaks for findings in findings_by_rank),
-        first_leak=first_of([findings.first_leak for findings in findings_by_rank]),
-        missing=sum(findings.missing for findings in findings_by_rank),
-        first_missing=first_of([findings.first_missing for findings in findings_by_rank]),
-    )
-
-
-def _reasons(findings_by_rank: list[_RankFindings], workload: Workload, scale: float) -> list[str]:
+def _reasons(by_rank: list[_Findings], workload: Workload, scale: float) -> list[str]:
     """Return sentences about the mistakes that the weights reveal.
 
     A mistake that explains others is reported alone: shifted positions before swapped heads before scale and merge.
     """
-    fits = [findings.fit for findings in findings_by_rank]
-    if (shifted := _shifts(findings_by_rank)) and all(fit.explains_seen for fit in fits):
+    if (shifted := _shifts(by_rank)) and all(fit.explains_seen for fit in by_rank):
         shifts = ", ".join(f"{shift:+d} on rank {rank}" for rank, shift in shifted)
         return [f"queries see as if at other positions: {shifts}"]
-    heads = next((fit.heads for fit in fits if fit.heads), [])
+    heads = next((fit.heads for fit in by_rank if fit.heads), [])
     group_size = workload.heads // workload.kv_heads
     if heads and any(pair != (head, head // group_size) for head, pair in enumerate(heads)):
         of_q, of_k = (", ".join(str(pair[side]) for pair in heads) for side in (0, 1))
@@ -375,17 +338,17 @@ def _reasons(findings_by_rank: list[_RankFindings], workload: Workload, scale: f
             return [f"the output's heads are those of query heads {of_q}"]
         return [f"query heads use kv heads {of_k}, not {right}"]
     reasons = []
-    scales = [fit.scale for fit in fits if fit.scale is not None]
+    scales = [fit.scale for fit in by_rank if fit.scale is not None]
     if scales and all(abs(found_scale / scale - 1) > TOLERANCE / 2 for found_scale in scales):
         reasons.append(f"scores are multiplied with {sum(scales) / len(scales):.3g}, not {scale:.3g} (softmax_scale)")
     # The sentence of most ranks. ZERO_K_AND_V and ZERO_V differ little where few keys are seen.
-    for sentences in ([fit.scores for fit in fits if fit.scores], [fit.merge for fit in fits if fit.merge]):
+    for sentences in ([fit.scores for fit in by_rank if fit.scores], [fit.merge for fit in by_rank if fit.merge]):
         reasons += [max(sentences, key=sentences.count)] if sentences else []
     return reasons
 
 
-def _shifts(findings_by_rank: list[_RankFindings]) -> list[tuple[int, int]]:
+def _shifts(by_rank: list[_Findings]) -> list[tuple[int, int]]:
     """Return the ranks whose queries see as if at other positions, with the shift; empty if that is not all."""
-    wrong = [(rank, findings) for rank, findings in enumerate(findings_by_rank) if findings.leaks or findings.missing]
+    wrong = [(rank, findings) for rank, findings in enumerate(by_rank) if not findings.seen.right]
     shifted = [(rank, findings.shift) for rank, findings in wrong if findings.shift]
     return shifted if len(shifted) == len(wrong) else []

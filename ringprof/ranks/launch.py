@@ -21,18 +21,19 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ringprof.common.compile_cache import choose_compile_cache
-from ringprof.common.json_object import to_json
+from ringprof.common.json_object import JsonObject, to_json
 from ringprof.common.process_pool import cpu_count, interrupts_blocked, spawn_command
 from ringprof.common.scratch import keep, remove, scratch_folder
 from ringprof.errors import RecordError, RingprofError
 from ringprof.ranks.launcher import RankInfo
 from ringprof.ranks.machine import host_name
-from ringprof.ranks.progress import PositionReporter, ProgressLogReader, Reporter, progress_log_path
+from ringprof.ranks.progress import PositionReporter, ProgressLogReader, Reporter, SilentReporter, progress_log_path
 from ringprof.ranks.rank_errors import FailedRun, RankOutcome
 
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
+RANK_MAIN = "ringprof.recording.rank_main"
 _POLL_S = 0.05
 _SETTLE_S = 0.3
 """Seconds to wait after the first failure, for other ranks whose failure may be its cause."""
@@ -48,7 +49,7 @@ class Task(Protocol[Result_co]):
 
     @property
     def job(self) -> str:
-        """Kind of task, ``record`` or ``check``, as `ringprof.spawn` takes it."""
+        """Kind of task, ``record`` or ``check``, as `ringprof.recording.rank_main` takes it."""
 
     @property
     def request(self) -> Any:
@@ -97,7 +98,8 @@ def _run_ranks(task: Task[Result], scratch: Path, reporter: Reporter) -> None:
     """Start the ranks and wait until all have succeeded. Raises the error to show to the user."""
     assert isinstance(task, msgspec.Struct)
     (scratch / "task.json").write_bytes(to_json(task))
-    readers = [ProgressLogReader(progress_log_path(scratch, rank)) for rank in range(task.request.world)]
+    reporters = [reporter, *(SilentReporter() for _ in range(1, task.request.world))]
+    readers = [ProgressLogReader(progress_log_path(scratch, rank), to) for rank, to in enumerate(reporters)]
     failed = FailedRun([host_name()] * len(readers), logs=scratch, records=task.job == "record")
     ranks: list[Popen[bytes]] = []
     with _store() as port, _signals_held() as deliver_signals:
@@ -105,9 +107,9 @@ def _run_ranks(task: Task[Result], scratch: Path, reporter: Reporter) -> None:
             with interrupts_blocked():
                 _start(ranks, task, scratch, port)
             deliver_signals()
-            _wait_until_done(ranks, readers, reporter, task, failed)
+            _wait_until_done(ranks, readers, task, failed)
         except BaseException as error:
-            # A second Ctrl-C must not stop the shutdown of the ranks.
+            # Here, since the command line raises Ctrl-C again until a handler runs; a second one must change nothing.
             _set_handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
             _end(ranks)
             if isinstance(error, Exception) and not isinstance(error, _RanksFailed):
@@ -130,7 +132,7 @@ class _RanksFailed(Exception):
 def _start(ranks: list[Popen[bytes]], task: Task[Any], scratch: Path, port: int) -> None:
     """Start the ranks and append their processes to ``ranks``, each in a session of its own."""
     world = task.request.world
-    command = spawn_command(task.job, str(scratch / "task.json"), str(os.getpid()))
+    command = spawn_command(RANK_MAIN, task.job, str(scratch / "task.json"), str(os.getpid()))
     env = {
         **os.environ,
         # The parent's store is the rendezvous: no rank opens a port of its own.
@@ -226,7 +228,7 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def _wait_until_done(
-    ranks: list[Popen[bytes]], readers: list[ProgressLogReader], reporter: Reporter, task: Task[Any], failed: FailedRun
+    ranks: list[Popen[bytes]], readers: list[ProgressLogReader], task: Task[Any], failed: FailedRun
 ) -> None:
     """Relay rank 0's progress until all ranks have ended with success.
 
@@ -242,17 +244,16 @@ def _wait_until_done(
     phase, begin = None, time.monotonic()
     failed.limit_s = task.limit_of(None) or 0.0
     while True:
-        readers[0].relay(reporter)
-        current = (readers[0].last("start") or {}).get("start")
-        if current != phase and (limit_s := task.limit_of(current)) is not None:
+        readers[0].read()
+        if readers[0].phase != phase and (limit_s := task.limit_of(readers[0].phase)) is not None:
             failed.limit_s, begin = limit_s, time.monotonic()
-        phase = current
+        phase = readers[0].phase
         if ended_early():
             time.sleep(_SETTLE_S)
             failed.statuses = ended_early()
             raise _RanksFailed
         if all(process.returncode == 0 for process in ranks):
-            readers[0].relay(reporter)
+            readers[0].read()
             return
         failed.overdue = time.monotonic() > begin + failed.limit_s
         if failed.overdue:
@@ -262,6 +263,10 @@ def _wait_until_done(
 
 def _outcomes(readers: list[ProgressLogReader], ranks: Iterable[int]) -> dict[int, RankOutcome]:
     """Read the outcomes that these ranks have logged; the earliest first."""
-    entries = {rank: entry for rank in ranks if (entry := readers[rank].outcome())}
-    in_order = sorted(entries, key=lambda rank: entries[rank]["at"])
-    return {rank: msgspec.convert(entries[rank]["outcome"], RankOutcome) for rank in in_order}
+    entries: dict[int, tuple[float, JsonObject]] = {}
+    for rank in ranks:
+        readers[rank].read()
+        if (outcome := readers[rank].outcome) is not None:
+            entries[rank] = outcome
+    in_order = sorted(entries, key=lambda rank: entries[rank][0])
+    return {rank: msgspec.convert(entries[rank][1], RankOutcome) for rank in in_order}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -75,68 +75,51 @@ def progress_log_path(scratch: Path, rank: int) -> Path:
     return scratch / f"rank{rank}.jsonl"
 
 
-class ProgressLog(PositionReporter):
-    """Progress log of a rank: a file of JSON lines with its progress and its outcome."""
+class ProgressLog:
+    """Reporter that writes a rank's calls and its outcome to a file: per call a line of JSON, the time first."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(SilentReporter())
         self._path = path
 
     def say(self, text: str) -> None:
-        self._write(say=text)
+        self._write("say", text)
 
     def start(self, phase: str, total: int) -> None:
-        super().start(phase, total)
-        self._write(start=phase, total=total)
+        self._write("start", phase, total)
 
     def advance(self) -> None:
-        super().advance()
-        self._write(advance=1)
+        self._write("advance")
 
     def end(self, outcome: msgspec.Struct) -> None:
         """Log how the run ends on this rank, a `RankOutcome` of `ringprof.ranks.rank_errors`."""
-        self._write(outcome=msgspec.to_builtins(outcome))
+        self._write("end", msgspec.to_builtins(outcome))
 
-    def _write(self, **entry: Any) -> None:
+    def _write(self, *call: object) -> None:
         # The file is opened for each line: a rank may be killed at any moment, and must not lose lines.
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"at": time.monotonic(), **entry}) + "\n")
+            file.write(json.dumps([time.monotonic(), *call]) + "\n")
 
 
 class ProgressLogReader:
-    """Reader of a progress log while a rank still writes it."""
+    """Reader of a progress log while a rank still writes it, which passes the calls on to a reporter."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = self._relayed = 0
-        self.entries: list[JsonObject] = []
+    def __init__(self, path: Path, reporter: Reporter) -> None:
+        self._path, self._reporter, self._offset = path, reporter, 0
+        self.phase: str | None = None
+        """Phase that the rank is in; None before the first."""
+        self.outcome: tuple[float, JsonObject] | None = None
+        """Time and value of the rank's first outcome; None if it has none."""
 
     def read(self) -> None:
-        """Read the entries added since the last call; an incomplete line waits for its rest."""
+        """Read the lines added since the last call; an incomplete line waits for its rest."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
             complete = data[: data.rfind(b"\n") + 1]
             self._offset += len(complete)
-            self.entries.extend(json.loads(line) for line in complete.splitlines())
-
-    def relay(self, reporter: Reporter) -> None:
-        """Read the new entries and forward to a reporter all that were not forwarded yet."""
-        self.read()
-        for entry in self.entries[self._relayed :]:
-            if "say" in entry:
-                reporter.say(entry["say"])
-            elif "start" in entry:
-                reporter.start(entry["start"], entry["total"])
-            elif "advance" in entry:
-                reporter.advance()
-        self._relayed = len(self.entries)
-
-    def last(self, key: str) -> JsonObject | None:
-        """Return the newest entry that has ``key``; None if there is none."""
-        return next((entry for entry in reversed(self.entries) if key in entry), None)
-
-    def outcome(self) -> JsonObject | None:
-        """Read the new entries; return the entry of the rank's first outcome, None if there is none."""
-        self.read()
-        return next((entry for entry in self.entries if "outcome" in entry), None)
+            for time_s, name, *arguments in map(json.loads, complete.splitlines()):
+                if name == "end":
+                    self.outcome = self.outcome or (time_s, arguments[0])
+                    continue
+                self.phase = arguments[0] if name == "start" else self.phase
+                getattr(self._reporter, name)(*arguments)

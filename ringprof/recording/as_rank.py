@@ -13,21 +13,19 @@ import sys
 from dataclasses import replace
 
 import msgspec
-import torch
 
 from ringprof import errors
-from ringprof.common.json_object import from_json, to_json
 from ringprof.errors import RecordError, RingprofError
 from ringprof.iteration.request import RecordRequest
 from ringprof.iteration.resolve import resolve
 from ringprof.ranks.heartbeat import LOOPBACK
 from ringprof.ranks.launcher import RankInfo
 from ringprof.ranks.machine import RankHost, distinct_host_names, host_name, host_numbers
-from ringprof.ranks.process_group import gather_bytes, world_group
+from ringprof.ranks.process_group import GroupRanks, world_group
 from ringprof.ranks.progress import PositionReporter, Reporter, SilentReporter
 from ringprof.ranks.rank_errors import error_line
 from ringprof.ranks.watchdog import INTERRUPT, Watchdog
-from ringprof.recording.recording import RankRecording, RankTask
+from ringprof.recording.recording import RankTask, recording_class
 from ringprof.recording.shutdown import BACKUP_S, FirstRankShutdown, OtherRankShutdown, ReportedElsewhere
 from ringprof.run import Run, read_run
 from ringprof.strategies.transport.hosts import Hosts
@@ -65,8 +63,8 @@ def record_as_rank(request: RecordRequest, rank_info: RankInfo, reporter: Report
     watchdog = Watchdog(exit_before_run, rank_info.parent)
     watchdog.start()
     try:
-        with world_group(rank_info, resolved.device, SETUP_LIMIT_S) as device:
-            run = _record(request, rank_info, position, device, watchdog)
+        with world_group(rank_info, resolved.device, SETUP_LIMIT_S):
+            run = _record(request, rank_info, position, watchdog)
     except RuntimeError as error:
         # Before the heartbeats start, a lost rank, perhaps rank 0, shows only as an error of torch.distributed.
         raise RecordError(f"rank {rank_info.rank} cannot reach the other ranks: {error_line(error)}") from error
@@ -76,14 +74,14 @@ def record_as_rank(request: RecordRequest, rank_info: RankInfo, reporter: Report
 
 
 def _record(
-    request: RecordRequest, rank_info: RankInfo, position: PositionReporter, device: torch.device, watchdog: Watchdog
+    request: RecordRequest, rank_info: RankInfo, position: PositionReporter, watchdog: Watchdog
 ) -> Run | None:  # fmt: skip
     """Share the task with the other ranks and record it.
 
     The watchdog ends this rank when the launcher or another rank ends, or at the time limit.
     """
-    own = RankHost(host_name(), rank_info.node, os.getpid())
-    ranks = [from_json(part, RankHost) for part in gather_bytes(to_json(own), device)]
+    world = GroupRanks(None)
+    ranks = world.gather_structs(RankHost(host_name(), rank_info.node, os.getpid()))
     hosts = distinct_host_names(ranks)
     rank, host = rank_info.rank, hosts[rank_info.rank]
     siblings = {number: ranks[number].pid for number, name in enumerate(hosts) if name == host and number != rank}
@@ -100,7 +98,7 @@ def _record(
             own_message = _TaskMessage(task=task, port=shutdown.server.port, token=shutdown.server.token)
         except RingprofError as error:
             own_message, refusal = _TaskMessage(error=type(error).__name__, message=str(error)), error
-    message = from_json(gather_bytes(to_json(own_message), device)[0], _TaskMessage)
+    message = world.gather_structs(own_message)[0]
     if refusal is not None:
         raise refusal
     if message.task is None:
@@ -116,7 +114,7 @@ def _record(
         except OSError as error:
             why = error.strerror or error
             problem = f"rank {rank} on host {host} cannot reach rank 0 at {address}, port {message.port}: {why}"
-    problems = [os.fsdecode(part) for part in gather_bytes(os.fsencode(problem), device) if part]
+    problems = [os.fsdecode(part) for part in world.gather_bytes(os.fsencode(problem)) if part]
     if problems or shutdown is None:
         if rank == 0:
             message.task.discard()
@@ -124,7 +122,7 @@ def _record(
         advice = "" if one_host else "; check that the hosts accept each other's TCP connections on any port"
         raise (RecordError if rank == 0 else ReportedElsewhere)(f"{problems[0]}{advice}")
 
-    recording = RankRecording(message.task, rank_info, device, position, hosts)
+    recording = recording_class(message.task.request)(message.task, rank_info, world, position, hosts)
     if isinstance(shutdown, FirstRankShutdown):
         recording.before_publish = shutdown.seal
     watchdog.hand_over(shutdown.stopped, message.task.time_limit, 0 if rank == 0 else BACKUP_S)

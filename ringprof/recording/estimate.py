@@ -11,12 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import psutil
 import torch
 
+from ringprof.common.json_object import JsonObject
 from ringprof.common.process_pool import cpu_count
 from ringprof.dryrun.fakes import KNOWN_KERNELS
 from ringprof.dryrun.memory import peak_bytes
@@ -24,7 +24,7 @@ from ringprof.errors import UnsupportedWorkloadError
 from ringprof.iteration.recurrence import RecurrenceShard, single_rank_strategy
 from ringprof.iteration.request import RecordRequest
 from ringprof.iteration.resolve import kernel_class, load_strategy, torch_dtype, why_unsupported
-from ringprof.strategies.base import Strategy
+from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.masks.sharded_mask import busiest_over_mean
 from ringprof.workload.devices import bandwidth_of, peak_of
 from ringprof.workload.recurrences import CHUNK
@@ -58,9 +58,6 @@ REFERENCE_RATE = 2.0
 UNKNOWN_RATE = 100.0
 RECURRENCE_RATE, RECURRENCE_REFERENCE_RATE = 60.0, 0.5
 """Assumed TFLOP/s of a recurrence on a GPU, forward and backward: by Triton kernels, and in plain torch."""
-
-_Device = tuple[str, "int | None", float, str, float]
-"""Device name, available bytes of memory, FLOP/s, source of the FLOP/s, and `RecordingEstimate.slowdown`."""
 
 
 @dataclass(frozen=True)
@@ -113,79 +110,46 @@ class RecordingEstimate:
 def estimate_of(request: RecordRequest, per_host: int | None = None) -> RecordingEstimate:
     """Estimate a resolved request, of whose ranks ``per_host`` share a host (None: all).
 
-    On CPU this times the kernel on a small block, for `SAMPLE_S` seconds.
+    On CPU this times the kernel on a small block, or on a short sequence of a recurrence, for `SAMPLE_S` seconds. The
+    memory of a recurrence is known only for kernels that do not run under autograd.
     """
-    assert request.world is not None and request.warmup is not None and request.iters is not None
-    if request.workload.recurrent:
-        return _estimate_of_recurrence(request)
-    kernel, strategy = kernel_class(request), load_strategy(request.strategy)
-    on_gpu = request.device == "cuda"
-    peak_memory_of = partial(peak_bytes, request, kernel=kernel.name, per_host=per_host or request.world)
-    # The memory first, in forks of this process: timing a flex block on CPU computes gradients, and then no fork can.
-    peak, note = None, "" if kernel.name in KNOWN_KERNELS else f", assuming flash attention's memory for {kernel.name}"
-    try:
-        peak = peak_memory_of(request.workload)
-    except UnsupportedWorkloadError as error:
-        note = str(error)
-    if on_gpu:
-        name, limit, rate, source, slowdown = _describe_gpu(request, kernel.name)
-    else:
-        name, limit, rate, source, slowdown = _describe_cpu(
-            request, "measured on a small block", _block_of(kernel(), request.workload)
-        )
+    workload, world = request.workload, request.world
+    assert world is not None and request.warmup is not None and request.iters is not None
+    on_gpu, peak, note, kernel = request.device == "cuda", None, "", request.kernel
     # On CPU the measured peak is that of the whole process, so the estimate includes what a process holds anyway.
-    other_bytes = 0 if on_gpu else psutil.Process().memory_info().rss
-    return RecordingEstimate(
-        device=name,
-        kernel=kernel.name,
-        flops_per_device=request.workload.model_flops() // request.world,
-        rate=rate,
-        rate_source=source,
-        memory_bytes=None if peak is None else peak + other_bytes,
-        memory_note=note,
-        memory_of=lambda workload: peak_memory_of(workload) + other_bytes,
-        memory_limit=limit,
-        iterations=_weighted_iterations(request),
-        start_s=GPU_START_S if on_gpu else CPU_START_S,
-        imbalance=_imbalance(strategy, request),
-        reading_s=_reading_s(request.workload, request.world, name) if on_gpu else 0.0,
-        slowdown=slowdown,
-    )
-
-
-def _weighted_iterations(request: RecordRequest) -> int:
-    """Return the weighted count of all iterations of a resolved request."""
-    assert request.warmup is not None and request.iters is not None
-    profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
+    other_bytes = 0 if on_gpu or workload.recurrent else psutil.Process().memory_info().rss
+    # The memory first, in forks of this process: timing a flex block on CPU computes gradients, and then no fork can.
+    if workload.recurrent:
+        memory_of: Callable[[Workload], int] = partial(recurrence_bytes, world=world)
+        sample = "measured on a short sequence", partial(_sequence_of, workload)
+    else:
+        kind = kernel_class(request)
+        kernel, sample = kind.name, ("measured on a small block", partial(_block_of, kind, workload))
+        memory_of = partial(peak_bytes, request, kernel=kernel, per_host=per_host or world)
+        note = "" if kernel in KNOWN_KERNELS else f", assuming flash attention's memory for {kernel}"
+    if workload.recurrent and kernel == "reference":
+        note = "plain torch keeps what autograd needs"
+    else:
+        try:
+            peak = memory_of(workload) + other_bytes
+        except UnsupportedWorkloadError as error:
+            note = str(error)
+    device = _describe_gpu(request, kernel) if on_gpu else _describe_cpu(request, *sample)
     # Ordinary iterations and three baselines in four rounds, and three warm-ups; none costs more than an ordinary one.
     baselines = 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
-    return round(request.warmup + request.iters + profiled + baselines)
-
-
-def _estimate_of_recurrence(request: RecordRequest) -> RecordingEstimate:
-    """Estimate a resolved request of a recurrence; its memory only for kernels that do not run under autograd."""
-    assert request.world is not None
-    world, workload, on_gpu = request.world, request.workload, request.device == "cuda"
-    in_torch = request.kernel == "reference"
-
-    def memory_of(workload: Workload) -> int:
-        return recurrence_bytes(workload, world)
-
-    if on_gpu:
-        rate = (RECURRENCE_REFERENCE_RATE if in_torch else RECURRENCE_RATE) * 1e12
-        name, limit, _, _, slowdown = _describe_gpu(request, request.kernel)
-        source = "assumed"
-    else:
-        name, limit, rate, source, slowdown = _describe_cpu(
-            request, "measured on a short sequence", _sequence_of(workload)
-        )
+    profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
     return RecordingEstimate(
-        device=name, kernel=request.kernel, flops_per_device=workload.model_flops() // world, rate=rate,
-        rate_source=source, memory_bytes=None if in_torch else memory_of(workload),
-        memory_note="plain torch keeps what autograd needs" if in_torch else "", memory_limit=limit,
-        iterations=_weighted_iterations(request), start_s=GPU_START_S if on_gpu else CPU_START_S, imbalance=1.0,
-        slowdown=slowdown, memory_of=memory_of,
-    )  # fmt: skip
+        kernel=kernel,
+        flops_per_device=workload.model_flops() // world,
+        memory_bytes=peak,
+        memory_note=note,
+        memory_of=lambda workload: memory_of(workload) + other_bytes,
+        iterations=round(request.warmup + request.iters + profiled + baselines),
+        start_s=GPU_START_S if on_gpu else CPU_START_S,
+        imbalance=_imbalance(request),
+        reading_s=_reading_s(workload, world, device["device"]) if on_gpu else 0.0,
+        **device,
+    )
 
 
 def recurrence_bytes(workload: Workload, world: int) -> int:
@@ -209,10 +173,13 @@ def _reading_s(workload: Workload, world: int, device: str) -> float:
     return workload.cache_bytes() / world / gbps / 1e9 if gbps and workload.phase == "decode" else 0.0
 
 
-def _imbalance(strategy: type[Strategy], request: RecordRequest) -> float | None:
+def _imbalance(request: RecordRequest) -> float | None:
     """Return the work of the busiest rank, divided by the mean over the ranks; None if unknown."""
     workload, mask = request.workload, request.workload.mask()
     assert request.world is not None
+    if workload.recurrent:
+        return 1.0
+    strategy = load_strategy(request.strategy)
     if mask.plain:
         return strategy.imbalance(request.world, causal=workload.causal, **request.params)
     return busiest_over_mean(strategy.sharded_mask(mask, workload.seq, request.world, **request.params).areas())
@@ -285,20 +252,14 @@ def raise_if_too_large(request: RecordRequest, estimate: RecordingEstimate) -> N
 
 def largest_seq(request: RecordRequest, estimate: RecordingEstimate) -> int:
     """Return the longest sequence, divisible as the layout needs it, that memory and time allow; 0 if none fits."""
-    assert request.world is not None
-    if request.workload.recurrent:
-        workload, world = request.workload, request.world
-        return world * _largest_count(
-            request, estimate, lambda count: workload.at(count * world), workload.seq // world
-        )
-    strategy = load_strategy(request.strategy)
-    divisor = strategy.layout_for(request.world, **request.params).divisor(request.world)
-    best = _largest_count(
-        request, estimate, lambda count: request.workload.at(count * divisor), request.workload.seq // divisor
-    )
-    while best and why_unsupported(strategy, request.workload, request.world, request.params, best * divisor):
+    workload, world = request.workload, request.world
+    assert world is not None
+    strategy = None if workload.recurrent else load_strategy(request.strategy)
+    divisor = world if strategy is None else int(strategy.layout_for(world, **request.params).divisor(world))
+    best = _largest_count(request, estimate, lambda count: workload.at(count * divisor), workload.seq // divisor)
+    while best and strategy and why_unsupported(strategy, workload, world, request.params, best * divisor):
         best -= 1
-    return int(best * divisor)
+    return best * divisor
 
 
 def _largest_count(
@@ -352,8 +313,10 @@ def largest_not_over(excess: Callable[[int], int], top: int) -> int:
     return low[0]
 
 
-def _describe_cpu(request: RecordRequest, source: str, run_sample: Callable[[], int]) -> _Device:
-    """Return the description of a CPU rank, whose rate is that of ``run_sample``, which returns its FLOPs.
+def _describe_cpu(request: RecordRequest, source: str, sample: Callable[[], Callable[[], int]]) -> JsonObject:
+    """Return the estimate's fields of a CPU rank, whose rate is that of a function that ``sample`` returns.
+
+    That function returns the FLOPs that it has computed.
 
     The sample runs on a single thread: on a busy machine, threads that wait for each other take a thousand times as
     long. Its shortest run gives the rate of a quiet machine.
@@ -361,7 +324,7 @@ def _describe_cpu(request: RecordRequest, source: str, run_sample: Callable[[], 
     assert request.world is not None
     threads_before, threads = torch.get_num_threads(), max(1, cpu_count() // request.world)
     torch.set_num_threads(1)
-    best, calls, flops = float("inf"), 0, 0
+    best, calls, flops, run_sample = float("inf"), 0, 0, sample()
     begin, cpu_begin = time.perf_counter(), time.process_time()
     try:
         while calls < 3 or time.perf_counter() < begin + SAMPLE_S:
@@ -373,15 +336,21 @@ def _describe_cpu(request: RecordRequest, source: str, run_sample: Callable[[], 
     slowdown = max(1.0, (time.perf_counter() - begin) / (time.process_time() - cpu_begin))
     rate = flops / best * threads * min(1.0, cpu_count() / request.world)
     # The host's available memory, shared among the ranks.
-    return "CPU process", psutil.virtual_memory().available // request.world, rate, source, slowdown
+    memory = psutil.virtual_memory().available // request.world
+    return {
+        "device": "CPU process", "memory_limit": memory, "rate": rate, "rate_source": source, "slowdown": slowdown,
+    }  # fmt: skip
 
 
-def _describe_gpu(request: RecordRequest, kernel: str) -> _Device:
-    """Return the description of the visible GPU with the least memory."""
+def _describe_gpu(request: RecordRequest, kernel: str) -> JsonObject:
+    """Return the estimate's fields of the visible GPU with the least memory."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     smallest = min(properties, key=lambda gpu: int(gpu.total_memory))
     rate, source = kernel_rate(smallest.name, kernel, request.workload.dtype)
-    return smallest.name, int(smallest.total_memory) - GPU_RESERVE_BYTES, rate, source, 1.0
+    if request.workload.recurrent:
+        rate, source = (RECURRENCE_REFERENCE_RATE if kernel == "reference" else RECURRENCE_RATE) * 1e12, "assumed"
+    memory = int(smallest.total_memory) - GPU_RESERVE_BYTES
+    return {"device": smallest.name, "memory_limit": memory, "rate": rate, "rate_source": source}
 
 
 def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
@@ -394,12 +363,12 @@ def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
     return min(share * peak.tflops, max_tflops) * 1e12, f"assumed from the peak of {device}"
 
 
-def _block_of(kernel: Any, workload: Workload) -> Callable[[], int]:
+def _block_of(kind: type[Kernel], workload: Workload) -> Callable[[], int]:
     """Return a function that computes a small block, with its backward pass if any, and returns its FLOPs."""
     keys = min(SAMPLE_TOKENS if workload.kv_length is None else SAMPLE_KEYS, workload.kv_length or workload.seq)
     q, k = (torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
             for tokens in (min(SAMPLE_TOKENS, workload.seq), keys))  # fmt: skip
-    scale = workload.head_dim**-0.5
+    scale, kernel = workload.head_dim**-0.5, kind()
 
     def run() -> int:
         kernel.flops = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch.profiler import record_function
 
-from ringprof.iteration.clock import clock_for
 from ringprof.iteration.layer_ranges import named_layers
 from ringprof.iteration.shard import (
     ITERATION,
@@ -15,17 +15,45 @@ from ringprof.iteration.shard import (
     Results,
     WorkloadShard,
     counted_work,
-    peak_bytes,
     profiler,
     reset_counts,
-    reset_peak,
     row_sums,
 )
 from ringprof.ranks.progress import Reporter
 from ringprof.recording.telemetry import device_telemetry
+from ringprof.strategies.transport.copy_engine import held_bytes
 
 
-def measure(shard: WorkloadShard, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak that `peak_bytes` reports."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        # Linux: 5 resets the high-water mark of the resident memory.
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak memory of this rank in bytes since `reset_peak`; None if unknown.
+
+    On a GPU it is the allocator's peak plus the receive buffers of copied hops. On CPU it is the peak resident memory
+    of the process, libraries included. Where the reset fails, that peak is an upper bound: verification may have set
+    it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) + held_bytes()
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def measure(shard: WorkloadShard, warmup: int, iters: int, reporter: Reporter) -> Measurement:
     """Warm up, then time every iteration; count the work in the first timed iteration or in the captured one."""
     results: list[Results] = []
     first_rows = work = None
@@ -33,14 +61,14 @@ def measure(shard: WorkloadShard, device: torch.device, warmup: int, iters: int,
     def run_and_keep() -> None:
         results.append(shard.run_for_verification())
 
-    warmup_clock = clock_for(device)
+    warmup_clock = shard.clock()
     reporter.start("warm-up", warmup)
     for number in range(warmup):
         warmup_clock.run(shard.run_iteration if number else run_and_keep)
         first_rows = row_sums(results.pop().out) if results else first_rows
         reporter.advance()
     warmup_clock.times_ns()
-    reset_peak(device)
+    reset_peak(shard.device)
     reset_counts(shard.strategies)
     if shard.cuda_graph:
         # The host counts the work when an iteration is captured; it does not see the replays.
@@ -48,9 +76,9 @@ def measure(shard: WorkloadShard, device: torch.device, warmup: int, iters: int,
         work = counted_work(shard.strategies)
         warmup_clock.run(shard.run_iteration)
         warmup_clock.times_ns()
-    clock = clock_for(device)
+    clock = shard.clock()
     reporter.start("iterations", iters)
-    with device_telemetry(device) as telemetry:
+    with device_telemetry(shard.device) as telemetry:
         for number in range(iters):
             # The results of an iteration are freed before the next; those of the last one are verified.
             results.clear()
@@ -62,19 +90,17 @@ def measure(shard: WorkloadShard, device: torch.device, warmup: int, iters: int,
         times = clock.times_ns()
     assert work is not None and first_rows is not None
     return Measurement(
-        times, peak_bytes(device), work, first_rows, results[0], telemetry.state() if telemetry else None
+        times, peak_bytes(shard.device), work, first_rows, results[0], telemetry.state() if telemetry else None
     )
 
 
-def profile_iterations(
-    shard: WorkloadShard, device: torch.device, iters: int, path: Path, reporter: Reporter
-) -> list[int]:
+def profile_iterations(shard: WorkloadShard, iters: int, path: Path, reporter: Reporter) -> list[int]:
     """Profile iterations, write the trace to ``path``, and return their times in nanoseconds.
 
     All ranks start each iteration together, behind a barrier that is outside the marked range, as in `measure`.
     """
     reporter.start("profile", iters)
-    warmup_clock, clock = clock_for(device), clock_for(device)
+    warmup_clock, clock = shard.clock(), shard.clock()
 
     def run_marked() -> None:
         with record_function(ITERATION), named_layers(getattr(shard, "model", None)):

@@ -1,6 +1,7 @@
-"""Main function of one rank of a recording or of a check, which ringprof starts through `ringprof.spawn`.
+"""Main function of one rank of a recording or of a check, which `ringprof.ranks.launch` starts.
 
-Its arguments are TASK, the path of the task's JSON, and PARENT, the id of the process with which the rank ends.
+Its arguments are ``record`` or ``check``, the path of the task's JSON, and the id of the process with which the rank
+ends.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NoReturn
 from ringprof.common.json_object import from_json
 from ringprof.proof.launch import CheckTask
 from ringprof.ranks.launcher import launcher_rank
-from ringprof.ranks.progress import ProgressLog, log_path, progress_log_path
+from ringprof.ranks.progress import PositionReporter, ProgressLog, log_path, progress_log_path
 from ringprof.ranks.rank_errors import RankOutcome, failed_outcome, stopped_outcome
 from ringprof.ranks.watchdog import PARENT_GONE, Watchdog
 from ringprof.recording.recording import RankTask
@@ -23,20 +24,21 @@ from ringprof.recording.recording import RankTask
 _TASKS: dict[str, type[RankTask | CheckTask]] = {task.job: task for task in (RankTask, CheckTask)}
 
 
-def main(what: str, arguments: list[str]) -> NoReturn:
+def main(arguments: list[str]) -> NoReturn:
     """Run one rank and end the process: with 0, or with 3 and the reason in the rank's progress log."""
-    parent = int(arguments[1])
+    what, path, parent = arguments[0], Path(arguments[1]), int(arguments[2])
     if os.getppid() != parent:
         os._exit(3)  # the parent was killed in the meantime, and its task with it
-    task = from_json(Path(arguments[0]).read_bytes(), _TASKS[what])
+    task = from_json(path.read_bytes(), _TASKS[what])
     rank = launcher_rank()
     assert rank is not None, "started by ringprof, with the ranks' variables"
-    scratch = Path(arguments[0]).parent
+    scratch = path.parent
     _redirect_output(log_path(scratch, rank.rank))
-    progress = ProgressLog(progress_log_path(scratch, rank.rank))
+    log = ProgressLog(progress_log_path(scratch, rank.rank))
+    position = PositionReporter(log)
 
     def at_end(reason: str, code: int) -> None:
-        progress.end(stopped_outcome(progress, reason))
+        log.end(stopped_outcome(position, reason))
         if reason == PARENT_GONE and rank.rank == 0:
             task.discard()
             shutil.rmtree(scratch, ignore_errors=True)
@@ -46,14 +48,14 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     watchdog = Watchdog(at_end, parent=parent)
     watchdog.start()
     try:
-        task.run(rank, progress, scratch)
-        progress.end(RankOutcome(kind="done"))
+        task.run(rank, position, scratch)
+        log.end(RankOutcome(kind="done"))
     except BaseException as error:
         try:
-            outcome = failed_outcome(progress, error)
+            outcome = failed_outcome(position, error)
             sys.stderr.write(outcome.detail)
             sys.stderr.flush()
-            progress.end(outcome)
+            log.end(outcome)
         finally:
             # Exit without destroying the process group, which could wait for the peers for ever.
             os._exit(3)

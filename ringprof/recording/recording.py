@@ -12,15 +12,13 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from ringprof.common.json_object import from_json, to_json
 from ringprof.errors import UsageError
 from ringprof.iteration.baselines import BaselineTimes, measure_baselines, strategy_without_transport
-from ringprof.iteration.dynamic_cp import DynamicCpShard
 from ringprof.iteration.layer import LayersShard
-from ringprof.iteration.recurrence import RecurrenceShard
+from ringprof.iteration.recurrence import RecurrenceResults, RecurrenceShard
 from ringprof.iteration.request import RecordRequest
 from ringprof.iteration.resolve import layout_options, load_any_strategy, ranks_per_host, resolve, strategy_errors
-from ringprof.iteration.shard import Measurement, WorkloadShard, counted_work
+from ringprof.iteration.shard import DynamicCpShard, Measurement, Results, WorkloadShard, counted_work
 from ringprof.proof.verify import verify
 from ringprof.proof.verify_recurrence import (
     join_verifications,
@@ -29,16 +27,15 @@ from ringprof.proof.verify_recurrence import (
     verify_timed_layers,
     verify_timed_recurrence,
 )
-from ringprof.proof.verify_steps import verify_steps, verify_timed_steps
-from ringprof.proof.verify_timed import verify_timed
+from ringprof.proof.verify_timed import verify_steps, verify_timed, verify_timed_steps
 from ringprof.ranks.launcher import RankInfo
 from ringprof.ranks.machine import device_name, environment_of, host_name, host_numbers
-from ringprof.ranks.process_group import gather_bytes, gather_tensor, world_group
+from ringprof.ranks.process_group import GroupRanks, world_group
 from ringprof.ranks.progress import PositionReporter, Reporter
 from ringprof.recording.estimate import describe, estimate_of, raise_if_too_large
 from ringprof.recording.measure import measure, profile_iterations
 from ringprof.recording.remote_traces import TraceFile, gather_traces
-from ringprof.recording.run_folder import StagingFolder, discard, publish, reduced_name, stage, trace_name
+from ringprof.recording.run_folder import StagingFolder, discard, publish, stage
 from ringprof.recording.telemetry import device_links
 from ringprof.run import (
     Baselines,
@@ -103,8 +100,8 @@ class RankTask(msgspec.Struct, frozen=True, kw_only=True):
             # CUDA reads this when it starts: with few hardware queues, streams that wait would block others.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # The run's time limit ends a rank that hangs; the timeout of the group must not come first.
-        with world_group(rank_info, self.request.device, self.time_limit + 60) as device:
-            RankRecording(self, rank_info, device, position).record()
+        with world_group(rank_info, self.request.device, self.time_limit + 60):
+            recording_class(self.request)(self, rank_info, GroupRanks(None), position).record()
 
     def result(self, _: Path) -> Run:
         """Read the run that rank 0 has published."""
@@ -141,11 +138,12 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class RankRecording:
-    """Recording of one rank, in a process group that exists."""
+    """Recording of one rank, in a process group that exists: of attention, as far as no subclass says otherwise."""
 
     task: RankTask
     rank_info: RankInfo
-    device: torch.device
+    ranks: GroupRanks
+    """Ranks of the world."""
     reporter: PositionReporter
     """Receiver of the progress; it also learns the number of hops."""
     hosts: list[str] | None = None
@@ -154,13 +152,21 @@ class RankRecording:
     """Function that rank 0 calls before it publishes the run."""
     strategy: Any = None
     """Strategy of this rank; None until it is created. With dynamic CP, that of the first step."""
-    recurrent: Any = None
-    """Strategy of a pattern's recurrences; None without a pattern."""
-    dynamic: Any = None
-    """Strategies of all sizes, a `Dynamic`, if the number of ranks per sequence changes; else None."""
+    shard: Any = None
+    """Share of the workload on this rank, a `WorkloadShard`; None until it is created."""
 
     def __post_init__(self) -> None:
         self.reporter.hops = self.hops
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.ranks.device
+
+    @property
+    def strategies(self) -> list[Any]:
+        """Strategies whose hops are counted."""
+        return [] if self.strategy is None else [self.strategy]
 
     def hops(self) -> int | None:
         """Return the number of hops begun in this iteration so far; None before there is a strategy.
@@ -171,8 +177,7 @@ class RankRecording:
         """
         if self.strategy is None:
             return None
-        strategies = [self.strategy] if self.dynamic is None else self.dynamic.made
-        meters = [strategy.comm.meter for strategy in strategies]
+        meters = [strategy.comm.meter for strategy in self.strategies]
         return int(sum(meter.compares + sum(count for count, _ in meter.sent.values()) for meter in meters))
 
     def record(self) -> Run | None:
@@ -181,7 +186,7 @@ class RankRecording:
         trace = TraceFile(staging, self.task.staging.token, self.rank_info.rank)
         try:
             results, verification, kernel = self._results(trace)
-            gather_trace_files(results, trace, staging, self.device)
+            gather_trace_files(results, trace, staging, self.ranks)
         finally:
             trace.discard()
         if self.rank_info.rank != 0:
@@ -191,45 +196,69 @@ class RankRecording:
         publish(staging, run, Path(self.task.request.output))
         return run
 
+    # --- answers that depend on what is recorded ------------------------------------------------------
+
+    def create_strategy(self) -> None:
+        """Create the strategy."""
+        request = self.task.request
+        self.strategy = create(
+            request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
+            hosts=self._host_numbers(), **request.params,
+        )  # fmt: skip
+
+    def verify(self) -> Verification:
+        """Verify the strategy before it is timed. Raises `VerificationError`."""
+        return verify(self.strategy, self.task.request.workload, self.device)
+
+    def create_shard(self) -> WorkloadShard:
+        """Create this rank's share of the workload."""
+        request = self.task.request
+        return WorkloadShard.create(self.strategy, request.workload, self.device, cuda_graph=request.cuda_graph)
+
+    def verify_timed(self, measured: Measurement, last: Results, before: Verification) -> Verification:
+        """Verify ``last``, the last timed results, and add the outcome to ``before``. Raises `VerificationError`."""
+        return verify_timed(self.shard, measured.first_rows, last, self.task.request.workload, before)
+
+    # --- one way for all of them ----------------------------------------------------------------------
+
     def _results(self, trace: TraceFile) -> tuple[list[RankResult], Verification | None, str | None]:
         """Verify, time and profile; return every rank's result, the verification, and the kernel's name.
 
         The kernel's name is None if the strategy computes with kernels of its own.
         """
-        request, device = self.task.request, self.device
+        request, reporter = self.task.request, self.reporter
         with strategy_errors():
             # The class is loaded first, so that the user's own modules are found.
-            strategy_class: Any = load_any_strategy(request.strategy)
-            if request.workload.recurrent:
-                self.strategy = self._recurrent_strategy(strategy_class, request.kernel)
-            elif request.cp_sizes:
-                self.dynamic = Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
-                self.strategy = self.dynamic.of(request.cp_sizes[0])
-            else:
-                self.strategy = create(
-                    request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
-                    hosts=self._host_numbers(), **request.params,
-                )  # fmt: skip
-                if (layer := request.workload.layer) and layer.recurrent_strategy:
-                    recurrent_class: Any = load_any_strategy(layer.recurrent_strategy)
-                    self.recurrent = self._recurrent_strategy(recurrent_class, "auto")
-            verification = self._verify()
-            if verification is not None and request.controls:
-                # The counts of the short verification show this before the long run.
-                computes, sends = self._are_counted(None)
-                self._refuse_baselines(computes=computes, sends=sends)
-            shard = self._create_shard()
+            load_any_strategy(request.strategy)
+            self.create_strategy()
+            verification = None
+            if request.verify:
+                reporter.start("verify", 1)
+                verification = self.verify()
+                reporter.advance()
+                if self.device.type == "cuda":
+                    # The reference's tensors must not stay in the allocator while the strategy is timed.
+                    torch.cuda.empty_cache()
+                if request.controls:
+                    # The counts of the short verification show this before the long run.
+                    self._are_counted(None)
+            self.shard = shard = self.create_shard()
             assert request.warmup is not None and request.iters is not None
-            measured = measure(shard, device, request.warmup, request.iters, self.reporter)
+            measured = measure(shard, request.warmup, request.iters, reporter)
             steps = shard.step_times_ns(request.iters) if isinstance(shard, DynamicCpShard) else None
             computes, sends = self._are_counted(measured.work)
-            if request.controls:
-                self._refuse_baselines(computes=computes, sends=sends)
-            verification = self._verify_timed(shard, measured, verification)
+            if verification is not None and measured.last is not None:
+                reporter.start("verify the timed result", 1)
+                verification = self.verify_timed(measured, measured.last, verification)
+                reporter.advance()
             # Free these results: the baselines hold tensors of their own.
-            measured.last = None
-            baselines = self._measure_baselines(shard) if request.controls else None
-            profiled = profile_iterations(shard, device, request.profile_iters, trace.path, self.reporter)
+            measured.last = baselines = None
+            if request.controls:
+                null_strategy = strategy_without_transport(
+                    request.strategy, request.kernel, request.ranks_per_host, request.params, self._host_numbers()
+                )
+                baselines = measure_baselines(shard, null_strategy, request.warmup, request.iters, reporter)
+            profiled = profile_iterations(shard, request.profile_iters, trace.path, reporter)
             kernel = shard.kernel().name if computes else None
         reduced = reduce_file(trace.path, trace.reduced)
         # Leave out figures that are incomplete because a rank computes or sends past the counters.
@@ -239,22 +268,25 @@ class RankRecording:
         )  # fmt: skip
         host = host_name() if self.hosts is None else self.hosts[self.rank_info.rank]
         result = RankResult(
-            host=host, local_rank=self.rank_info.local_rank, device=device_name(device),
-            trace=trace_name(self.rank_info.rank), iterations_ns=measured.iterations_ns, steps_ns=steps,
+            host=host, local_rank=self.rank_info.local_rank, device=device_name(self.device),
+            iterations_ns=measured.iterations_ns, steps_ns=steps,
             profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            state=measured.state, links=device_links(device, first_on_host=self.rank_info.local_rank == 0),
-            work=work, controls=baselines,
-            trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
-            reduced=reduced_name(self.rank_info.rank) if reduced else None,
-            remote_reduced_bytes=trace.remote_reduced_bytes(),
+            state=measured.state, links=device_links(self.device, first_on_host=self.rank_info.local_rank == 0),
+            work=work, controls=baselines, **trace.described(reduced=reduced),
         )  # fmt: skip
-        return gather_results(result, device), verification, kernel
+        return self.ranks.gather_structs(result), verification, kernel
 
     def _run(self, results: list[RankResult], verification: Verification | None, kernel: str | None) -> Run:
         request, staging = self.task.request, self.task.staging
         run = build_run(staging.name, staging.created, request.command, results, self.device)
         # With unequal hosts, or hosts whose ranks are not contiguous, this exceeds the number that the strategy uses.
         per_host = request.ranks_per_host or max(Counter(run.topology.hosts).values())
+        baselines = None
+        if measured := [result.controls for result in results if result.controls is not None]:
+            times = {f"{kind}_ns": [rank.times_ns[kind] for rank in measured] for kind in measured[0].times_ns}
+            flops = [rank.solo_flops for rank in measured]
+            baselines = Baselines(warmup=request.warmup or 0, rounds=measured[0].rounds, solo_flops=flops, **times)
+        steps = [result.steps_ns or [] for result in results]
         return msgspec.structs.replace(
             run,
             workload=request.workload,
@@ -264,121 +296,135 @@ class RankRecording:
             verification=verification,
             timings=Timings(
                 warmup=request.warmup or 0,
-                iterations_ns=[r.iterations_ns for r in results],
-                steps_ns=[r.steps_ns or [] for r in results] if self.dynamic is not None else None,
+                iterations_ns=[result.iterations_ns for result in results],
+                steps_ns=steps if any(steps) else None,
             ),
-            controls=_baselines_of_run(request, [r.controls for r in results if r.controls is not None]),
+            controls=baselines,
         )
-
-    def _recurrent_strategy(self, strategy_class: type[RecurrentStrategy], kernel: str) -> RecurrentStrategy:
-        comm = Communicator(
-            ranks_per_host=self.task.request.ranks_per_host, hosts=self._host_numbers(),
-            request=f"{strategy_class.__name__} with kernel {kernel}",
-        )  # fmt: skip
-        return strategy_class(comm, kernel)
-
-    def _create_shard(self) -> WorkloadShard:
-        request, device = self.task.request, self.device
-        if request.workload.layer is not None:
-            return LayersShard.create(self.strategy, request.workload, device, recurrent=self.recurrent)
-        if self.dynamic is not None:
-            return DynamicCpShard.from_dynamic(self.dynamic, request.workload, request.cp_sizes, device)
-        kind: type[WorkloadShard] = RecurrenceShard if request.workload.recurrent else WorkloadShard
-        return kind.create(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
     def _host_numbers(self) -> list[int] | None:
         return None if self.hosts is None else host_numbers(self.hosts)
 
-    def _verify(self) -> Verification | None:
-        if not self.task.request.verify:
-            return None
-        self.reporter.start("verify", 1)
-        request, device = self.task.request, self.device
-        if self.dynamic is not None:
-            verification = verify_steps(self.dynamic, request.workload, request.cp_sizes, device)
-        elif request.workload.recurrent:
-            verification = verify_recurrence(self.strategy, request.workload, device)
-        else:
-            verification = verify(self.strategy, request.workload, device)
-            for part in recurrences_of(request.workload):
-                verification = join_verifications(
-                    verification, verify_recurrence(self.recurrent, part, device), part.operator
-                )
-        self.reporter.advance()
-        if device.type == "cuda":
-            # The reference's tensors must not stay in the allocator while the strategy is timed.
-            torch.cuda.empty_cache()
-        return verification
-
-    def _verify_timed(
-        self, shard: WorkloadShard, measured: Measurement, before: Verification | None
-    ) -> Verification | None:
-        if before is None or measured.last is None:
-            return None
-        self.reporter.start("verify the timed result", 1)
-        workload = self.task.request.workload
-        if isinstance(shard, DynamicCpShard):
-            verification = verify_timed_steps(shard, measured, before)
-        elif isinstance(shard, RecurrenceShard):
-            last: Any = measured.last
-            verification = verify_timed_recurrence(shard, last, measured.first_rows, before)
-        else:
-            verification = verify_timed(shard, measured.first_rows, measured.last, workload, before)
-            if isinstance(shard, LayersShard):
-                verification = verify_timed_layers(shard, before, verification)
-        self.reporter.advance()
-        return verification
+    def _recurrent_strategy(self, name: str, kernel: str) -> RecurrentStrategy:
+        strategy_class: Any = load_any_strategy(name)
+        comm = Communicator(
+            ranks_per_host=self.task.request.ranks_per_host, hosts=self._host_numbers(),
+            request=f"{strategy_class.__name__} with kernel {kernel}",
+        )  # fmt: skip
+        strategy: RecurrentStrategy = strategy_class(comm, kernel)
+        return strategy
 
     def _are_counted(self, work: Work | None) -> tuple[bool, bool]:
         """Return whether the counters see the strategy's computation, and its communication, on all ranks.
 
         User code may compute and send past the counters. ``work`` is that of one timed iteration, whose FLOPs over all
         ranks must reach the workload's. None: take the counts so far, of which any FLOPs are enough. Collective: every
-        rank must call this.
+        rank must call this. Raises `UsageError` if baselines are to be measured and the counters do not see both.
         """
+        request = self.task.request
         counted = work or counted_work([self.strategy])
         counts = [counted.block_flops or 0, int(counted.sent is not None)]
-        counts_by_rank = gather_tensor(torch.tensor(counts, device=self.device))
-        needed = self.task.request.workload.exact_flops() if work else 1
-        return sum(int(rank[0]) for rank in counts_by_rank) >= needed, all(int(rank[1]) for rank in counts_by_rank)
+        counts_by_rank = self.ranks.gather_tensor(torch.tensor(counts, device=self.device))
+        needed = request.workload.exact_flops() if work else 1
+        computes = sum(int(rank[0]) for rank in counts_by_rank) >= needed
+        sends = all(int(rank[1]) for rank in counts_by_rank)
+        reason = "" if sends else "sends by ways of its own: nothing can be left unsent"
+        if not computes:
+            reason = "computes with kernels of its own: its blocks can be neither left out nor run alone"
+        if reason and request.controls:
+            raise UsageError(f"--controls: strategy {request.strategy!r} {reason} (record it without --controls)")
+        return computes, sends
 
-    def _refuse_baselines(self, *, computes: bool, sends: bool) -> None:
-        """Raise `UsageError` if the counters do not see the strategy's computation or communication."""
-        name = self.task.request.strategy
-        reason = (
-            "" if computes else "computes with kernels of its own: its blocks can be neither left out nor run alone"
-        )
-        reason = reason or ("" if sends else "sends by ways of its own: nothing can be left unsent")
-        if reason:
-            raise UsageError(f"--controls: strategy {name!r} {reason} (record it without --controls)")
 
-    def _measure_baselines(self, shard: WorkloadShard) -> BaselineTimes:
+class RecurrenceRecording(RankRecording):
+    """Recording of a recurrence."""
+
+    def create_strategy(self) -> None:
+        self.strategy = self._recurrent_strategy(self.task.request.strategy, self.task.request.kernel)
+
+    def verify(self) -> Verification:
+        return verify_recurrence(self.strategy, self.task.request.workload, self.device)
+
+    def create_shard(self) -> WorkloadShard:
         request = self.task.request
-        assert request.warmup is not None and request.iters is not None
-        null_strategy = strategy_without_transport(
-            request.strategy, request.kernel, request.ranks_per_host, request.params, self._host_numbers()
-        )
-        return measure_baselines(shard, null_strategy, self.device, request.warmup, request.iters, self.reporter)
+        return RecurrenceShard.create(self.strategy, request.workload, self.device, cuda_graph=request.cuda_graph)
+
+    def verify_timed(self, measured: Measurement, last: Results, before: Verification) -> Verification:
+        assert isinstance(last, RecurrenceResults)
+        return verify_timed_recurrence(self.shard, last, measured.first_rows, before)
 
 
-def gather_trace_files(
-    results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device, group: Any = None
-) -> None:  # fmt: skip
-    """Copy the ranks' traces and reduced traces into the first rank's folder. Collective over ``group``."""
-    remote = [(result.trace, result.remote_bytes) for result in results]
+class LayersRecording(RankRecording):
+    """Recording of whole layers, with recurrences where their pattern has some."""
+
+    recurrent: RecurrentStrategy | None = None
+    """Strategy of the pattern's recurrences; None without any."""
+
+    def create_strategy(self) -> None:
+        super().create_strategy()
+        if (layer := self.task.request.workload.layer) and layer.recurrent_strategy:
+            self.recurrent = self._recurrent_strategy(layer.recurrent_strategy, "auto")
+
+    def verify(self) -> Verification:
+        verification = super().verify()
+        for part in recurrences_of(self.task.request.workload):
+            recurrence = verify_recurrence(self.recurrent, part, self.device)
+            verification = join_verifications(verification, recurrence, part.operator)
+        return verification
+
+    def create_shard(self) -> WorkloadShard:
+        return LayersShard.create(self.strategy, self.task.request.workload, self.device, recurrent=self.recurrent)
+
+    def verify_timed(self, measured: Measurement, last: Results, before: Verification) -> Verification:
+        return verify_timed_layers(self.shard, before, super().verify_timed(measured, last, before))
+
+
+class DynamicCpRecording(RankRecording):
+    """Recording of steps, each with its own number of ranks per sequence."""
+
+    dynamic: Dynamic
+    """Strategies of all sizes."""
+
+    @property
+    def strategies(self) -> list[Any]:
+        return list(self.dynamic.made)
+
+    def create_strategy(self) -> None:
+        request = self.task.request
+        self.dynamic = Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
+        self.strategy = self.dynamic.of(request.cp_sizes[0])
+
+    def verify(self) -> Verification:
+        request = self.task.request
+        return verify_steps(self.dynamic, request.workload, request.cp_sizes, self.device)
+
+    def create_shard(self) -> WorkloadShard:
+        request = self.task.request
+        return DynamicCpShard.from_dynamic(self.dynamic, request.workload, request.cp_sizes, self.device)
+
+    def verify_timed(self, measured: Measurement, last: Results, before: Verification) -> Verification:
+        return verify_timed_steps(self.shard, measured, before)
+
+
+def recording_class(request: RecordRequest) -> type[RankRecording]:
+    """Return the class that records a request."""
+    if request.workload.recurrent:
+        return RecurrenceRecording
+    if request.cp_sizes:
+        return DynamicCpRecording
+    return RankRecording if request.workload.layer is None else LayersRecording
+
+
+def gather_trace_files(results: list[RankResult], trace: TraceFile, staging: Path, ranks: GroupRanks) -> None:
+    """Copy the ranks' traces and reduced traces into the first rank's folder. Collective over ``ranks``.
+
+    Raises OSError if the first rank cannot write, after it has received all.
+    """
+    problems = gather_traces(trace.path, [(r.trace, r.remote_bytes) for r in results], staging, ranks)
     reduced = [(result.reduced or "", result.remote_reduced_bytes) for result in results]
-    try:
-        gather_traces(trace.path, remote, staging, device, group)
-    except OSError:
-        # The sending ranks must not wait for a first rank whose disk is full.
-        gather_traces(trace.reduced, reduced, staging, device, group)
-        raise
-    gather_traces(trace.reduced, reduced, staging, device, group)
-
-
-def gather_results(result: RankResult, device: torch.device, group: Any = None) -> list[RankResult]:
-    """Gather every rank's result, in rank order. A rank must call this only when its trace is complete."""
-    return [from_json(part, RankResult) for part in gather_bytes(to_json(result), device, group)]
+    problems += gather_traces(trace.reduced, reduced, staging, ranks)
+    if problems:
+        raise problems[0]
 
 
 def build_run(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
@@ -416,15 +462,6 @@ def build_run(name: str, created: str, command: list[str], results: list[RankRes
             for rank, result in enumerate(results)
         ],
     )
-
-
-def _baselines_of_run(request: RecordRequest, ranks: list[BaselineTimes]) -> Baselines | None:
-    """Build the run's baselines from those of all ranks; None if none were measured."""
-    if not ranks:
-        return None
-    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in ranks[0].times_ns}
-    flops = [rank.solo_flops for rank in ranks]
-    return Baselines(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 
 
 def strategy_used(

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringprof.common.json_object import JsonObject
 from ringprof.common.scratch import has_token, remove, scratch_folder
+from ringprof.ranks.process_group import GroupRanks
 from ringprof.recording.run_folder import reduced_name, trace_name
 
 MESSAGE_BYTES = 4 * 2**20
@@ -27,18 +29,15 @@ class TraceFile:
         self.reduced = self._folder / reduced_name(rank)
         """Path of the reduced trace."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the trace."""
-        return self.path.stat().st_size
-
-    def remote_bytes(self) -> int | None:
-        """Return the trace's size if it must be sent to rank 0; None if it is in the run's folder."""
-        return None if self.shared else self.size_bytes
-
-    def remote_reduced_bytes(self) -> int | None:
-        """Return the reduced trace's size if it must be sent to rank 0; None if not, or if there is none."""
-        return None if self.shared or not self.reduced.exists() else self.reduced.stat().st_size
+    def described(self, *, reduced: bool) -> JsonObject:
+        """Return the fields of a `RankResult` that name a complete trace and, if it is ``reduced``, the reduced one."""
+        size_bytes = self.path.stat().st_size
+        reduced_bytes = self.reduced.stat().st_size if reduced else None
+        return {
+            "trace": self.path.name, "trace_bytes": size_bytes, "remote_bytes": None if self.shared else size_bytes,
+            "reduced": self.reduced.name if reduced else None,
+            "remote_reduced_bytes": None if self.shared else reduced_bytes,
+        }  # fmt: skip
 
     def discard(self) -> None:
         """Remove the temporary folder, if any."""
@@ -47,45 +46,42 @@ class TraceFile:
 
 
 def gather_traces(
-    trace: Path, files: Sequence[tuple[str, int | None]], staging: Path, device: torch.device, group: Any = None
-) -> None:
+    trace: Path, files: Sequence[tuple[str, int | None]], staging: Path, ranks: GroupRanks
+) -> list[OSError]:
     """Send each rank's trace to the group's first rank, which writes it into ``staging``; one rank after the other.
 
-    ``files`` holds each trace's file name in ``staging``, and its size if it must be sent. All ranks of ``group``
-    (None: the world) must call this with the same ``files``. Raises OSError if the first rank cannot write.
+    ``files`` holds each trace's file name in ``staging``, and its size if it must be sent. All ``ranks`` must call this
+    with the same ``files``. Returns the errors of the first rank's writing.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     problems: list[OSError] = []
-    for sender, (name, size) in zip(ranks, files, strict=True):
-        if size is None or sender == ranks[0]:
+    first = ranks.numbers[0]
+    for sender, (name, size) in zip(ranks.numbers, files, strict=True):
+        if size is None or sender == first:
             continue
-        if dist.get_rank() == ranks[0]:
-            _receive(staging / name, size, sender, device, group, problems)
-        elif dist.get_rank() == sender:
-            _send(trace, size, ranks[0], device, group)
-    if problems:
-        raise problems[0]
+        if ranks.number == first:
+            _receive(staging / name, size, sender, ranks, problems)
+        elif ranks.number == sender:
+            _send(trace, size, first, ranks)
+    return problems
 
 
-def _send(path: Path, size: int, receiver: int, device: torch.device, group: Any) -> None:
-    buffer = _create_buffer(size, device)
+def _send(path: Path, size: int, receiver: int, ranks: GroupRanks) -> None:
+    buffer = _create_buffer(size, ranks.device)
     with path.open("rb") as file:
         for start in range(0, size, MESSAGE_BYTES):
             data = bytearray(file.read(min(MESSAGE_BYTES, size - start)))
             piece = buffer[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
-            _transfer(dist.isend, piece, receiver, group)
+            _transfer(dist.isend, piece, receiver, ranks.group)
 
 
-def _receive(
-    path: Path, size: int, sender: int, device: torch.device, group: Any, problems: list[OSError]
-) -> None:  # fmt: skip
+def _receive(path: Path, size: int, sender: int, ranks: GroupRanks, problems: list[OSError]) -> None:
     """Receive every piece, because the sender waits, even if one cannot be written; append errors to ``problems``."""
-    buffer = _create_buffer(size, device)
+    buffer = _create_buffer(size, ranks.device)
     with _errors_collected(problems):
         path.touch()
     for start in range(0, size, MESSAGE_BYTES):
         piece = buffer[: min(MESSAGE_BYTES, size - start)]
-        _transfer(dist.irecv, piece, sender, group)
+        _transfer(dist.irecv, piece, sender, ranks.group)
         with _errors_collected(problems), path.open("ab") as file:
             file.write(piece.cpu().numpy().data)
 

@@ -112,8 +112,11 @@ def _field(nvml: Any, handle: Any, field: int) -> int:
     return int(value.value.uiVal)
 
 
-def nvml_handle(uuid: str) -> tuple[Any, Any] | None:
-    """Return the initialised module ``pynvml`` and its handle of the GPU with this UUID; None if it is unavailable."""
+def nvml_handle(device: torch.device) -> tuple[Any, Any] | None:
+    """Return the initialised module ``pynvml`` and its handle of a GPU; None if it is unavailable, and on CPU."""
+    if device.type != "cuda":
+        return None
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
         import pynvml  # here, because it is optional
 
@@ -123,22 +126,17 @@ def nvml_handle(uuid: str) -> tuple[Any, Any] | None:
         return None
 
 
-def open_telemetry(uuid: str) -> DeviceTelemetry | None:
-    """Create the telemetry of the GPU with this UUID; None if the driver is unavailable."""
-    handles = nvml_handle(uuid)
-    return DeviceTelemetry(*handles) if handles else None
-
-
 @contextmanager
 def device_telemetry(device: torch.device) -> Iterator[DeviceTelemetry | None]:
     """Sample a GPU during the block: at its start, at its end, and every `SAMPLE_INTERVAL_S`; yield its telemetry.
 
     Yields None on CPU and if the driver is unavailable.
     """
-    telemetry = open_telemetry(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
-    if telemetry is None:
+    handles = nvml_handle(device)
+    if handles is None:
         yield None
         return
+    telemetry = DeviceTelemetry(*handles)
     with sampling(telemetry):
         yield telemetry
 
@@ -172,7 +170,7 @@ _MAX_LINKS = 36
 def device_links(device: torch.device, *, first_on_host: bool) -> DeviceLinks | None:
     """Return the NVLinks of this rank's GPU and, on a host's first rank, the host's adapters; None if unknown."""
     adapters = list_adapters(ADAPTERS) if first_on_host and device.type == "cuda" else None
-    handles = nvml_handle(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+    handles = nvml_handle(device)
     links = count_nvlinks(*handles) if handles else None
     if links is None and adapters is None:
         return None

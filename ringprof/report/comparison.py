@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -65,9 +66,9 @@ def as_dict(comparison: Comparison) -> JsonObject:
     return report
 
 
-def render_json(comparison: Comparison) -> str:
-    """Render the comparison as JSON text (schema ``ringprof.compare/1``)."""
-    return json_text(as_dict(comparison))
+def render_json(comparison: Comparison, **further: Any) -> str:
+    """Render the comparison as JSON text (schema ``ringprof.compare/1``), with ``further`` fields."""
+    return json_text({**as_dict(comparison), **further})
 
 
 def render_csv(comparison: Comparison) -> str:

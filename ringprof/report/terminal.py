@@ -50,16 +50,18 @@ def render(
 def _further_options(findings: Findings, shown: Sequence[str]) -> list[str]:
     """List the options that would show more of this run; kernels first where nothing is communicated."""
     attribution = findings.attribution
-    options = [
-        f"--{name}"
+    names = [
+        name
         for name, section in OPTIONAL.items()
         if name not in shown and (section.on_cpu or not attribution.on_cpu) and section.offered(findings)
     ]
     no_communication = not any(
         rank.breakdown.comm_ns or rank.breakdown.exposed_other_groups_ns for rank in attribution.ranks
     )
-    first = ["--kernels"] if no_communication and "--kernels" in options else []
-    return [*first, "--html report.html", *(name for name in options if name not in first), "--format json"]
+    if no_communication and "kernels" in names:
+        names = ["kernels", *(name for name in names if name != "kernels")]
+    sections = [f"--show {','.join(names)}"] if names else []
+    return ["--html report.html", *sections, "--format json"]
 
 
 _UNEVEN = 1.5

@@ -18,12 +18,12 @@ from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.idle import IdleParts, cause_text
 from ringprof.analysis.transfers.hops import gbps
-from ringprof.analysis.transfers.transfers import Message
 from ringprof.common.formatting import three_digits
 from ringprof.report import palette
 from ringprof.report.page.document import Content, PageContext, PageTable, TimeSpan
 from ringprof.report.tables import Column, Table
 from ringprof.report.terms import LABELS
+from ringprof.trace.columns import Message
 
 MAX_BARS = 12_000
 """Number of bars above which short bars are joined: a screen has a few thousand columns, and a page must stay fast."""

@@ -13,8 +13,8 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.measurements import shortest_labels
 from ringprof.analysis.findings.metric import Measurement
 from ringprof.common.json_object import JsonObject
-from ringprof.errors import KernelTableError, UsageError
-from ringprof.printed.benchmarks.logs import BenchmarkLogs, logs
+from ringprof.errors import UsageError
+from ringprof.printed.benchmarks.logs import BenchmarkLogs
 from ringprof.printed.tables.table_analysis import TableAnalysis
 from ringprof.report import comparison as shown
 from ringprof.report import notebook, plots
@@ -115,7 +115,4 @@ def compare(
 def _loaded(source: Source, reading: LoadOptions) -> Analysis | TableAnalysis | BenchmarkLogs:
     if isinstance(source, (Analysis, TableAnalysis, BenchmarkLogs)):
         return source
-    try:
-        return load_any([source], reading)
-    except KernelTableError:
-        return logs(source, memory_bytes=reading.limits().memory_bytes)
+    return load_any([source], reading)

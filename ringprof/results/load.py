@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.common.limits import MemoryBudget
 from ringprof.common.log_lines import TEXT_SHARE
-from ringprof.errors import InputError, KernelTableError, NoKernelTableError
+from ringprof.errors import InputError, KernelTableError
 from ringprof.printed.communication.detect import find_comm_logs
 from ringprof.results.options import LoadOptions
-from ringprof.run import RankTrace, read_run
+from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet
+from ringprof.trace.columns import Notice
 from ringprof.trace.formats import REDUCED, format_at, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
 from ringprof.trace.ranks import checked_traces, json_bytes, read_traces
 
 if TYPE_CHECKING:
+    from ringprof.printed.benchmarks.logs import BenchmarkLogs
+    from ringprof.printed.benchmarks.rows import LogSettings
     from ringprof.printed.tables.table_analysis import TableAnalysis
 from ringprof.results.analysis import Analysis
 
@@ -72,18 +79,21 @@ def load(
         scheduler=scheduler, notify=notify,
     ))  # fmt: skip
     if not isinstance(loaded, Analysis):
-        raise KernelTableError(f"{loaded.name}: text with printed kernel tables: read it with ringprof.load_tables")
+        tables = hasattr(loaded, "reports")
+        content, reader = ("printed kernel tables", "load_tables") if tables else ("rows of a benchmark", "logs")
+        raise KernelTableError(f"{loaded.name}: text with {content}: read it with ringprof.{reader}")
     return loaded
 
 
 def load_any(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     reading: LoadOptions,
-    *,
-    wall_ns: int | None = None,
-    iterations: int | None = None,
-) -> Analysis | TableAnalysis:
-    """Load runs, traces or printed kernel tables, as `load` and `load_tables` do, depending on the input."""
+    **printed: Any,
+) -> Analysis | TableAnalysis | BenchmarkLogs:
+    """Load runs, traces or text, depending on the input: `load`, `load_tables` or `ringprof.logs`.
+
+    ``printed`` are arguments of `load_text`.
+    """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     try:
         source = detect(names)
@@ -93,40 +103,48 @@ def load_any(
             raise InputError(f"{names[0]}: {text} or ringprof.load_comm_logs") from None
         raise
     if source.type == "text":
-        return _load_text(
-            read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
-        )
+        return load_text(read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], **printed)
     calibration = reading.calibration()
     analysis = _load_run(source.run, source, reading) if source.run else _load_traces(source, reading)
-    analysis.findings = msgspec.structs.replace(analysis.findings, calibration=calibration)
+    analysis.findings = replace(analysis.findings, calibration=calibration)
     analysis.given = tuple(names)
     return analysis
 
 
 def parse_any(
-    data: bytes, name: str, reading: LoadOptions, *, wall_ns: int | None = None, iterations: int | None = None
-) -> Analysis | TableAnalysis:
+    data: bytes, name: str, reading: LoadOptions, **printed: Any
+) -> Analysis | TableAnalysis | BenchmarkLogs:  # fmt: skip
     """Parse one trace or log that came through a pipe, as `load_any` does for paths."""
     kind = detect_bytes(data, name)
     if kind == "run":
         raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
     if kind == "text":
-        return _load_text(data, name, wall_ns, iterations)
+        return load_text(data, name, **printed)
     trace = parse_bytes(data, name, MemoryBudget(reading.limits()))
     traces = checked_traces([trace])
     return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 
 
-def _load_text(data: bytes, name: str, wall_ns: int | None, iterations: int | None) -> TableAnalysis:
-    from ringprof.printed.benchmarks.read import has_rows  # both are imported here, since few inputs are text
+def load_text(
+    data: bytes, name: str, *, wall_ns: int | None = None, iterations: int | None = None,
+    settings: LogSettings | None = None, spread: float | None = None, rows: bool = False,
+) -> TableAnalysis | BenchmarkLogs:  # fmt: skip
+    """Read printed kernel tables or, in a text without them or with ``rows``, the rows of a benchmark.
+
+    ``wall_ns`` and ``iterations`` are those of `load_tables`, ``settings`` and ``spread`` those of `ringprof.logs`.
+    Raises `KernelTableError` for a text that holds neither.
+    """
+    from ringprof.printed.benchmarks.logs import BenchmarkLogs  # these are imported here, since few inputs are text
+    from ringprof.printed.benchmarks.read import has_rows, parse_log
     from ringprof.printed.tables.table_analysis import analyse_tables
 
-    try:
-        return analyse_tables(data, name, wall_ns, iterations)
-    except NoKernelTableError:
-        if has_rows(data):
-            raise KernelTableError(f"{name}: benchmark rows but no kernel table: ringprof logs {name}") from None
-        raise
+    if not rows:
+        try:
+            return analyse_tables(data, name, wall_ns, iterations)
+        except KernelTableError:
+            if not has_rows(data):
+                raise
+    return BenchmarkLogs([parse_log(data, name)], settings, spread)
 
 
 def _load_traces(source: Input, reading: LoadOptions) -> Analysis:
@@ -152,13 +170,30 @@ def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
     ranks = [trace.rank for trace in run.traces]
     paths = [_quickest(folder, trace) for trace in run.traces]
     if _are_many(paths, reading):
-        return _load_stored(
+        analysis = _load_stored(
             TraceSet([_absolute(name) for name in paths], ranks, shown, run, _absolute(path)), source, reading
         )
-    path_of = dict(zip(ranks, shown, strict=True))
-    read = read_traces(paths, jobs=reading.jobs, limits=reading.limits(), ranks=ranks)
-    traces = [msgspec.structs.replace(trace, path=path_of[trace.rank or 0]) for trace in read]
-    return Analysis(explain_traces(traces, run, reading.ranks_per_host, reading.focus()), source)
+    else:
+        path_of = dict(zip(ranks, shown, strict=True))
+        read = read_traces(paths, jobs=reading.jobs, limits=reading.limits(), ranks=ranks)
+        traces = [replace(trace, path=path_of[trace.rank or 0]) for trace in read]
+        analysis = Analysis(explain_traces(traces, run, reading.ranks_per_host, reading.focus()), source)
+    if newer := _newer_beside(path, run):
+        notice = Notice("newer_run", f"{newer} is newer; a capture writes there if {folder_of(path)} is not empty")
+        attribution = replace(analysis.attribution, warnings=(notice, *analysis.attribution.warnings))
+        analysis.findings = replace(analysis.findings, attribution=attribution)
+    return analysis
+
+
+def _newer_beside(path: str, run: Run) -> Path | None:
+    """Return the newest folder beside the run's, with its name and a number, whose run is newer; local ones only."""
+    folder = Path(folder_of(path)).absolute()
+    newest, when = None, run.created
+    for file in () if is_url(path) else folder.parent.glob(f"{glob.escape(folder.name)}-*/run.json"):
+        with suppress(InputError):
+            if re.fullmatch("-[0-9]{1,3}", file.parent.name[len(folder.name) :]) and read_run(file).created > when:
+                newest, when = Path(folder_of(path)).with_name(file.parent.name), read_run(file).created
+    return newest
 
 
 def _quickest(folder: str, trace: RankTrace) -> str:

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.transfers.clocks import Clocks, CollectiveTimes, Traffic, collect_collectives
-from ringprof.analysis.transfers.matching import AbsentPeers, collective_mismatch, number_groups
+from ringprof.analysis.transfers.matching import AbsentRanks, KnownCalls, collective_mismatch, number_groups
 from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int64
 
 
-class _Calls(msgspec.Struct):
+class _GroupCalls(msgspec.Struct):
     """Calls of one kind in one group."""
 
     counts: dict[int, int] = msgspec.field(default_factory=dict)
@@ -28,44 +28,12 @@ class _Calls(msgspec.Struct):
     """Host -> for each call, the host's last rank to begin it."""
 
 
-class KnownCalls(msgspec.Struct, frozen=True):
-    """Matched calls of one kind in one group, as its ranks need them; plain data."""
-
-    peers_ready_ns: Int64
-    """Latest start over the group, per call, on the common clock."""
-    last_rank: Int64
-    """Rank with the latest start, per call."""
-    clock_error_ns: dict[int, int]
-    """Rank -> largest possible error between the clocks of the group's hosts and its own."""
-
-
-class CollectiveExtract(msgspec.Struct, frozen=True):
-    """Extract of the index for some ranks: the collectives of all their groups; plain data.
-
-    Implements `ringprof.analysis.transfers.matching.AbsentRanks`.
-    """
-
-    calls: dict[tuple[Group, str], KnownCalls | str]
-    """(Group, kind) -> its calls, or the reason why they are not matched."""
-
-    def mismatch(self, group: Group, kind: str) -> str:
-        """Return why the group's calls of this kind are not matched; empty where they are."""
-        calls = self.calls.get((group, kind), "rank_missing")
-        return calls if isinstance(calls, str) else ""
-
-    def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
-        """Return what the group's other ranks did in the calls of ``rank``."""
-        calls = self.calls[group, kind]
-        assert isinstance(calls, KnownCalls)
-        return AbsentPeers(rows, calls.peers_ready_ns, calls.last_rank, calls.clock_error_ns[rank])
-
-
 class CollectiveIndex:
     """Index of the collectives of all ranks; ``host`` maps each rank to the number of its host."""
 
     def __init__(self, host: Mapping[int, int]) -> None:
         self._host = host
-        self._calls: dict[tuple[Group, str], _Calls] = defaultdict(_Calls)
+        self._calls: dict[tuple[Group, str], _GroupCalls] = defaultdict(_GroupCalls)
 
     def add(self, rank: int, transfers: Sequence[Transfer]) -> None:
         """Add the transfers of one rank, in order."""
@@ -77,24 +45,20 @@ class CollectiveIndex:
         for (number, kind), calls in calls_by_collective.items():
             start = np.array([call.start_ns for call in calls], np.int64)
             end = np.array([call.end_ns for call in calls], np.int64)
-            self._merge(self._calls[groups[number], kind], rank, CollectiveTimes(start, end, end))
+            self._merge(self._calls[groups[number], kind], rank, start, end)
 
-    def _merge(self, calls: _Calls, rank: int, times: CollectiveTimes) -> None:
+    def _merge(self, calls: _GroupCalls, rank: int, start: Int64, end: Int64) -> None:
         """Merge one rank's times into those of its host."""
-        calls.counts[rank] = len(times.last_end)
+        calls.counts[rank] = len(end)
         host = self._host[rank]
-        host_times = calls.on_host.get(host)
-        if host_times is None:
-            calls.on_host[host] = times
-            calls.last_on_host[host] = np.full(len(times.last_end), rank, np.int64)
-        elif len(host_times.last_end) == len(times.last_end):
-            is_later = times.last_start > host_times.last_start
-            calls.last_on_host[host] = np.where(is_later, rank, calls.last_on_host[host])
-            calls.on_host[host] = CollectiveTimes(
-                np.maximum(host_times.last_start, times.last_start),
-                np.minimum(host_times.first_end, times.first_end),
-                np.maximum(host_times.last_end, times.last_end),
-            )
+        if host not in calls.on_host:
+            calls.on_host[host] = start, end, end
+            calls.last_on_host[host] = np.full(len(end), rank, np.int64)
+            return
+        last_start, first_end, last_end = calls.on_host[host]
+        if len(last_end) == len(end):
+            calls.last_on_host[host] = np.where(start > last_start, rank, calls.last_on_host[host])
+            calls.on_host[host] = np.maximum(last_start, start), np.minimum(first_end, end), np.maximum(last_end, end)
 
     def traffic(self, traffic: Traffic) -> None:
         """Add the evidence of matched calls about the hosts' clocks to ``traffic``."""
@@ -102,23 +66,23 @@ class CollectiveIndex:
             if not self._mismatch(group, calls):
                 collect_collectives(calls.on_host, kind, traffic)
 
-    def extract(self, ranks: Sequence[int], clocks: Clocks) -> CollectiveExtract:
+    def extract(self, ranks: Sequence[int], clocks: Clocks) -> AbsentRanks:
         """Return the calls of all groups that these ranks belong to."""
         wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
         known = {key: self._known_calls(key[0], calls, ranks, clocks) for key, calls in wanted.items()}
-        return CollectiveExtract(known)
+        return AbsentRanks(known)
 
-    def _mismatch(self, group: Group, calls: _Calls) -> str:
+    def _mismatch(self, group: Group, calls: _GroupCalls) -> str:
         """Return why a group's calls are not matched; empty where they are."""
         return collective_mismatch(group, self._host.keys(), calls.counts)
 
-    def _known_calls(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
+    def _known_calls(self, group: Group, calls: _GroupCalls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
         """Return a group's calls as its ranks among ``ranks`` need them, or why they are not matched."""
         reason = self._mismatch(group, calls)
         if reason:
             return reason
         offset = {self._host[rank]: clocks.offset_ns[rank] for rank in calls.counts}
-        starts = np.array([times.last_start + offset[host] for host, times in calls.on_host.items()])
+        starts = np.array([last_start + offset[host] for host, (last_start, *_) in calls.on_host.items()])
         latest_host = starts.argmax(axis=0)[None, :]
         peers_ready = np.take_along_axis(starts, latest_host, axis=0)[0]
         last_on_host = np.array([calls.last_on_host[host] for host in calls.on_host])
@@ -129,4 +93,4 @@ class CollectiveIndex:
             clock_errors, host_number = clocks.residuals()
             hosts = sorted({host_number[clocks.host[rank]] for rank in calls.counts})
             errors_ns = {rank: int(clock_errors[host_number[clocks.host[rank]], hosts].max()) for rank in local_ranks}
-        return KnownCalls(peers_ready, last_rank, errors_ns)
+        return peers_ready, last_rank, errors_ns

@@ -37,13 +37,13 @@ from ringprof.analysis.timeline.window import EVERYTHING, Focus
 from ringprof.analysis.transfers.clocks import (
     Clocks,
     Traffic,
-    TrafficSamples,
-    TrafficSummary,
+    TrafficEvidence,
     fit_clocks,
     hosts_in_order,
     one_clock,
 )
-from ringprof.analysis.transfers.match_by_end import ENDS_SOURCE, Communicators, find_communicators
+from ringprof.analysis.transfers.match_by_end import ENDS_SOURCE, find_communicators
+from ringprof.analysis.transfers.matching import AbsentRanks
 from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, better_rates
 from ringprof.common.files import is_url
 from ringprof.common.limits import Limits
@@ -51,7 +51,7 @@ from ringprof.common.scratch import remove, scratch_folder
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.scale import stages
-from ringprof.scale.collective_index import CollectiveExtract, CollectiveIndex
+from ringprof.scale.collective_index import CollectiveIndex
 from ringprof.scale.store import DiskStore, MemoryStore, RankStore
 from ringprof.scale.workers import LocalProcesses, Notify, TraceSet, Workers, ignore_progress
 from ringprof.trace.columns import Notice, Trace
@@ -90,7 +90,7 @@ def _build_pipeline(
     if info.needs_clocks:
         whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, recorded, info.hosts)
         clocks = _Pipeline(whole, info, workers, notify).attribute().clocks
-        info = info.align(clocks)
+        info = msgspec.structs.replace(info, offset_ns=clocks.offset_ns)
     context = stages.RunContext(store(), focus, info.chosen_by_rank(), recorded, info.hosts)
     return _Pipeline(context, info, workers, notify, clocks)
 
@@ -206,7 +206,7 @@ class _Pipeline(msgspec.Struct, dict=True):
     def attribute(self) -> Attribution:
         """Run all steps: explain ranks, group and match transfers, fit clocks, split, and collect warnings."""
         explained = self._explain_ranks()
-        communicators = self._group_by_end(explained)
+        warnings_of_groups = self._group_by_end(explained)
         collective_index = CollectiveIndex(self.host)
         for rank, explained_rank in explained.items():
             if not self.in_memory and explained_rank.in_collectives:
@@ -233,7 +233,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         finished, inconclusive = self._split_tiles(tiles, ranks, clocks, best if usable else None)
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
-        warnings += communicators.warnings()
+        warnings += warnings_of_groups
         nameless = sum(hop.receiver is None for rank_hops in named_hops.values() for hop in rank_hops)
         if nameless and len(named_hops) > 1 and not self.context.uses_copy_engine:
             message = (
@@ -272,19 +272,19 @@ class _Pipeline(msgspec.Struct, dict=True):
             refuse_unknown_group(group, {name for rank in explained.values() for name in rank.group_names})
         return explained
 
-    def _group_by_end(self, explained: Mapping[int, stages.RankExplanation]) -> Communicators:
-        """Assign groups to collectives without a record, inferred from their ends."""
+    def _group_by_end(self, explained: Mapping[int, stages.RankExplanation]) -> list[Notice]:
+        """Assign groups to collectives without a record, inferred from their ends; return the notice about them."""
         calls = [stream_calls for rank in explained.values() for stream_calls in rank.unrecorded]
         if self.info.world_size > len(explained):
             # A missing rank may have been the last to begin.
             calls = []
-        communicators = find_communicators(calls, self.host)
-        for rank, groups in communicators.group_of.items():
+        group_of, notices = find_communicators(calls, self.host)
+        for rank, groups in group_of.items():
             transfers = self.context.store.transfers(rank)
             for index, group in groups.items():
                 transfers[index] = msgspec.structs.replace(transfers[index], group=group, source=ENDS_SOURCE)
             self.context.store.put_transfers(rank, transfers)
-        return communicators
+        return notices
 
     def _tiles(self, explained: Mapping[int, stages.RankExplanation]) -> list[stages.Tile]:
         """Return one tile in memory, else tiles of enough ranks each: whole hosts, where several are known."""
@@ -298,20 +298,17 @@ class _Pipeline(msgspec.Struct, dict=True):
                 tiles.append([])
             tiles[-1].append(rank)
             previous_host = self.host[rank]
-        return [stages.Tile(tuple(ranks), _with_neighbours(ranks, explained), CollectiveExtract({})) for ranks in tiles]
+        return [stages.Tile(tuple(ranks), _with_neighbours(ranks, explained), AbsentRanks({})) for ranks in tiles]
 
     def _fit_clocks(self, tiles: Sequence[stages.Tile], collective_index: CollectiveIndex) -> Clocks:
         """Fit the clocks of the hosts to the traffic within tiles and to the collectives."""
         if not self.several_clocks:
             return one_clock(list(self.info.trace_index))
-        traffic: dict[tuple[int, int], TrafficSummary] = {}
+        traffic: Traffic = defaultdict(TrafficEvidence)
         items = ((self.context.store, tile, self.host) for tile in tiles)
         for tile_traffic in self.workers.map(stages.traffic_of, items):
             traffic |= tile_traffic
-        collective_traffic: Traffic = defaultdict(TrafficSamples)
-        collective_index.traffic(collective_traffic)
-        for key, samples in collective_traffic.items():
-            traffic[key] = _merged_summaries(traffic.get(key, TrafficSummary()), samples.summary())
+        collective_index.traffic(traffic)
         return fit_clocks(traffic, self.info.clock_of)
 
     def _match_tiles(
@@ -322,10 +319,10 @@ class _Pipeline(msgspec.Struct, dict=True):
         unmatched: Counter[str] = Counter()
         disagree = False
         results = self.workers.map(stages.rates_of_tile, ((self.context, tile, clocks) for tile in tiles))
-        for completed, tile_rates in enumerate(results, 1):
-            best = better_rates(best, tile_rates.best)
-            unmatched.update(tile_rates.unmatched)
-            disagree |= tile_rates.clocks_disagree
+        for completed, (tile_best, tile_unmatched, tile_disagrees) in enumerate(results, 1):
+            best = better_rates(best, tile_best)
+            unmatched.update(tile_unmatched)
+            disagree |= tile_disagrees
             self.notify("groups of ranks matched", completed, len(tiles))
         return best, dict(unmatched), disagree
 
@@ -339,25 +336,22 @@ class _Pipeline(msgspec.Struct, dict=True):
         items = ((self.context, tile, [by_rank[rank] for rank in tile.ranks], clocks, best) for tile in tiles)
         finished: dict[int, Rank] = {}
         inconclusive = 0
-        for split_tile in self.workers.map(stages.split_tile, items):
-            inconclusive += split_tile.inconclusive
-            for rank, step_result in zip(split_tile.ranks, split_tile.step_results, strict=True):
+        for split_ranks, tile_inconclusive in self.workers.map(stages.split_tile, items):
+            inconclusive += tile_inconclusive
+            for rank, step_result in split_ranks:
                 detail = self.context.store.detail(rank.rank)
                 reader = read_detail if detail is None else in_memory_reader(detail)
                 finished[rank.rank] = replace(rank, read_detail=reader)
-                if step_result is not None:
-                    self._keep_step_result(rank.rank, step_result)
+                if step_result is None:
+                    continue
+                self.step_summaries[rank.rank], plan, rank_exposed = step_result
+                # Sums are kept for few plans only, so that memory does not grow with ranks.
+                if plan in self.exposed_by_plan or (plan is not None and len(self.exposed_by_plan) < MAX_PLANS):
+                    exposed, ranks_of_plan = self.exposed_by_plan.setdefault(plan, ({}, set()))
+                    add_exposed(exposed, rank_exposed)
+                    ranks_of_plan.add(rank.rank)
             self.notify("ranks split", len(finished), len(ranks))
         return tuple(finished[rank.rank] for rank in ranks), inconclusive
-
-    def _keep_step_result(self, rank: int, result: stages.RankStepResult) -> None:
-        """Keep the steps that a rank has on its own, for few plans only, so that memory does not grow with ranks."""
-        self.step_summaries[rank] = result.summary
-        if result.plan is None or (result.plan not in self.exposed_by_plan and len(self.exposed_by_plan) >= MAX_PLANS):
-            return
-        exposed, ranks = self.exposed_by_plan.setdefault(result.plan, ({}, set()))
-        add_exposed(exposed, result.exposed)
-        ranks.add(rank)
 
 
 def _with_neighbours(ranks: Sequence[int], explained: Mapping[int, stages.RankExplanation]) -> tuple[int, ...]:
@@ -366,14 +360,3 @@ def _with_neighbours(ranks: Sequence[int], explained: Mapping[int, stages.RankEx
     for _ in range(NEIGHBOURHOOD):
         ranks_around |= {peer for rank in ranks_around for peer in explained[rank].peers if peer in explained}
     return tuple(sorted(ranks_around))
-
-
-def _merged_summaries(messages: TrafficSummary, collectives: TrafficSummary) -> TrafficSummary:
-    """Merge the evidence of messages and of collectives between the same two hosts."""
-    lower_bounds = [bound for bound in (messages.lower_bound, collectives.lower_bound) if bound is not None]
-    return msgspec.structs.replace(
-        messages,
-        collective_ends=collectives.collective_ends,
-        lower_bound=max(lower_bounds, default=None),
-        count=messages.count + collectives.count,
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.copy_waits import CopyHop, CopyPeers, blocked_on_peers, copy_hops
+from ringprof.analysis.copy_waits import CopiedHop, CopyPeers, blocked_on_peers, copy_hops
 from ringprof.analysis.cross_checks import warn_of_other_counts
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
@@ -24,17 +24,16 @@ from ringprof.analysis.steps.plan import RankSteps, StepSummary, plan_of_rank, s
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
-from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect_traffic
+from ringprof.analysis.transfers.clocks import Clocks, Traffic, collect_traffic
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.analysis.transfers.match_by_end import StreamCalls, unrecorded_calls
-from ringprof.analysis.transfers.matching import Matches, match
+from ringprof.analysis.transfers.matching import AbsentRanks, Matches, match
 from ringprof.analysis.transfers.wait_and_wire import LinkClass, Rate, WaitSplitter, waits_by_peer
 from ringprof.common.files import is_url
 from ringprof.common.limits import Limits, MemoryBudget
 from ringprof.errors import InputError
 from ringprof.run import Run, read_run
-from ringprof.scale.collective_index import CollectiveExtract
 from ringprof.scale.store import RankStore
 from ringprof.scale.workers import Workers
 from ringprof.trace.columns import Notice
@@ -49,7 +48,7 @@ class RunContext(msgspec.Struct, frozen=True):
 
     store: RankStore
     focus: Focus
-    between_ns: Mapping[int, tuple[int, int] | None]
+    between_ns: Mapping[int, tuple[int, int]]
     """Rank -> the chosen times as Unix times of its clock; empty where none are chosen."""
     recorded: Run | str | None
     """The recorder's run.json, or its path."""
@@ -78,7 +77,7 @@ class RunContext(msgspec.Struct, frozen=True):
         if detail is not None:
             return detail
         trace, host = self.store.trace(rank), self.hosts.get(rank)
-        return explain(rank, host, trace, self.focus, self.between_ns.get(rank)).detail
+        return explain(rank, host, trace, self.focus, self.between_ns.get(rank))[1]
 
 
 _cached_run = lru_cache(maxsize=1)(read_run)
@@ -116,28 +115,30 @@ class RankExplanation(msgspec.Struct, frozen=True):
     """Collectives whose group no record names."""
     kernels: Sequence[RankKernel] = ()
     """Activities of the rank's device by name, until they are summed over ranks."""
-    copies: tuple[CopyHop, ...] = ()
+    copies: tuple[CopiedHop, ...] = ()
     """Hops of the rank that use the copy engine."""
 
 
 def explain_rank(context: RunContext, rank: int) -> RankExplanation:
     """Explain one rank by itself; store its transfers and detail."""
     trace = context.store.trace(rank)
-    explained = explain(rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank))
+    metrics, detail, transfers, warnings, in_group, kernels = explain(
+        rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank)
+    )
     run = context.run() if context.focus.group is None else None
-    differences = warn_of_other_counts(run, rank, trace, explained.detail.window, explained.transfers)
-    transfers = fill_from_run(explained.transfers, context.run(), rank)
+    differences = warn_of_other_counts(run, rank, trace, detail.window, transfers)
+    transfers = fill_from_run(transfers, context.run(), rank)
     context.store.put_transfers(rank, transfers)
-    context.store.keep_detail(rank, explained.detail)
+    context.store.keep_detail(rank, detail)
     message_lists = {id(sent): sent for transfer in transfers for sent in (transfer.sends, transfer.receives)}
     return RankExplanation(
-        rank=explained.rank, warnings=(*explained.warnings, *differences), in_group=explained.in_group,
-        group_names=frozenset() if explained.in_group else frozenset(group_names(trace)),
+        rank=metrics, warnings=(*warnings, *differences), in_group=in_group,
+        group_names=frozenset() if in_group else frozenset(group_names(trace)),
         peers=frozenset(message.peer for messages in message_lists.values() for message in messages) - {rank},
         communicates=bool(transfers),
         in_collectives=any(transfer.kind not in POINT_TO_POINT for transfer in transfers),
-        unrecorded=tuple(unrecorded_calls(rank, transfers)), kernels=explained.kernels,
-        copies=() if explained.rank.on_cpu else copy_hops(explained.detail, rank, context.run()),
+        unrecorded=tuple(unrecorded_calls(rank, transfers)), kernels=kernels,
+        copies=() if metrics.on_cpu else copy_hops(detail, rank, context.run()),
     )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ class Tile(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     around: tuple[int, ...]
     """Ranks of the tile, their neighbours, and the neighbours' neighbours."""
-    absent: CollectiveExtract | None = None
+    absent: AbsentRanks | None = None
     """Collectives of ranks outside the tile; None where no rank is outside."""
     copies: Mapping[int, CopyPeers] = {}
     """Rank -> its copy-engine hops and those of its peers, for ranks that post such hops."""
@@ -170,56 +171,40 @@ def _match_tile(store: RankStore, tile: Tile) -> Matches:
     return store.matched(compute)
 
 
-def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tuple[int, int], TrafficSummary]:
+def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> Traffic:
     """Return the evidence about clocks from messages of the tile's hosts with others; a tile holds whole hosts."""
     hosts = {host[rank] for rank in tile.ranks}
     traffic = collect_traffic(_match_tile(store, tile), host)
-    return {key: samples.summary() for key, samples in traffic.items() if hosts & set(key)}
+    return {key: evidence for key, evidence in traffic.items() if hosts & set(key)}
 
 
-class TileRates(msgspec.Struct, frozen=True):
-    """Results of matching one tile that the whole run needs."""
-
-    best: dict[LinkClass, Rate]
-    unmatched: dict[str, int]
-    clocks_disagree: bool
-
-
-def rates_of_tile(context: RunContext, tile: Tile, clocks: Clocks) -> TileRates:
-    """Match a tile; return the best measured rates and the counts of unmatched transfers."""
+def rates_of_tile(
+    context: RunContext, tile: Tile, clocks: Clocks
+) -> tuple[dict[LinkClass, Rate], dict[str, int], bool]:
+    """Match a tile; return the best measured rates, the counts of unmatched transfers, and whether clocks disagree."""
     matches = _match_tile(context.store, tile)
     waiting = WaitSplitter(matches, context.hosts, clocks)
-    return TileRates(waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree())
+    return waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree()
 
 
-class RankStepResult(msgspec.Struct, frozen=True):
-    """Steps of one rank, planned from its own trace; in most runs all ranks have the same plan."""
-
-    summary: StepSummary
-    plan: str | None
-    """Digest of the plan; None without a plan."""
-    exposed: ExposedBySteps
-
-
-class SplitTile(msgspec.Struct, frozen=True):
-    """Ranks of one tile, with their communication split."""
-
-    ranks: list[Rank]
-    step_results: list[RankStepResult | None]
-    """None on CPU, and where details stay in memory: those are summarised when steps are needed."""
-    inconclusive: int
-    """Number of kernels left unsplit because of uncertain clocks."""
+RankStepResult = tuple[StepSummary, str | None, ExposedBySteps]
+"""Steps of one rank, planned from its own trace, the digest of the plan (None without one), and what the steps expose;
+in most runs all ranks have the same plan."""
 
 
 def split_tile(
     context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Rate] | None
-) -> SplitTile:
-    """Split a tile's transfers, store them, and complete its ranks' figures; ``best`` as in `WaitSplitter.split`."""
+) -> tuple[list[tuple[Rank, RankStepResult | None]], int]:
+    """Split a tile's transfers, store them, and complete its ranks' figures; ``best`` as in `WaitSplitter.split`.
+
+    Return each rank with its steps, and the number of kernels left unsplit because of uncertain clocks. The steps are
+    None on CPU, and where details stay in memory: those are summarised when steps are needed.
+    """
     store = context.store
     matches = _match_tile(store, tile)
     by_rank, inconclusive = WaitSplitter(matches, context.hosts, clocks).split(best, set(tile.ranks))
     waits = waits_by_peer(matches, clocks, by_rank)
-    finished, step_results = [], []
+    finished: list[tuple[Rank, RankStepResult | None]] = []
     for rank in ranks:
         splits, unsplit = by_rank[rank.rank], context.unsplit_detail(rank.rank)
         blocks = _peer_blocks(context, tile, rank, unsplit, clocks, one_clock=best is not None)
@@ -227,12 +212,12 @@ def split_tile(
         store.put_splits(rank.rank, splits)
         store.put_blocks(rank.rank, blocks)
         store.keep_detail(rank.rank, detail)
-        finished.append(with_communication(rank, detail, waits[rank.rank]))
         is_in_memory = store.detail(rank.rank) is not None
-        step_results.append(
+        step_result = (
             None if rank.on_cpu or is_in_memory else _step_result(replace(rank, read_detail=in_memory_reader(detail)))
         )
-    return SplitTile(finished, step_results, inconclusive)
+        finished.append((with_communication(rank, detail, waits[rank.rank]), step_result))
+    return finished, inconclusive
 
 
 def _peer_blocks(
@@ -251,9 +236,7 @@ def _step_result(rank: Rank) -> RankStepResult:
     """Plan one rank's steps from its own trace."""
     rank_steps = RankSteps(rank)
     plan = plan_of_rank(rank_steps)
-    return RankStepResult(
-        summarise_steps(rank_steps), plan.digest if plan else None, exposed_steps(rank_steps, plan) if plan else {}
-    )
+    return summarise_steps(rank_steps), plan.digest if plan else None, exposed_steps(rank_steps, plan) if plan else {}
 
 
 # --- steps of ranks whose details are rebuilt -------------------------------------------------------------

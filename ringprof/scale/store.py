@@ -11,8 +11,8 @@ import msgspec
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.transfers.hops import PeerBlock, Split
 from ringprof.analysis.transfers.matching import Matches
-from ringprof.analysis.transfers.transfers import Group, Message, Transfer
-from ringprof.trace.columns import Trace
+from ringprof.analysis.transfers.transfers import Group, Transfer
+from ringprof.trace.columns import Message, Trace
 from ringprof.trace.reduced import read_reduced
 
 
@@ -76,13 +76,8 @@ _Content = tuple[str, tuple[Group, tuple[Message, ...], tuple[Message, ...], int
 """Kind, then group, sends, receives, bytes sent and source, which many transfers of a rank share."""
 
 
-class _Transfers(msgspec.Struct, frozen=True):
-    """File format of one rank's transfers."""
-
-    contents: list[_Content]
-    rows: list[tuple[int, int, int, int, int, int]]
-    """Index into ``contents``, activity, start, end, stream and launch position of each transfer."""
-
+_Row = tuple[int, int, int, int, int, int]
+"""Index into the contents, activity, start, end, stream and launch position of one transfer."""
 
 _Times = tuple[str, int | None, int | None, int | None]
 """Link, ready, wait and wire of one split."""
@@ -114,22 +109,22 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
 
     def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
         index_of: dict[tuple[Any, ...], int] = {}
-        file = _Transfers([], [])
+        contents: list[_Content] = []
+        rows: list[_Row] = []
         for item in transfers:
             others = item.sends, item.receives, item.sent_bytes, item.source
             # Compared by identity where possible: a group can have as many members as the run has ranks.
             index = index_of.setdefault((item.kind, id(item.group), *others), len(index_of))
-            if index == len(file.contents):
-                file.contents.append((item.kind, (item.group, *others)))
-            file.rows.append((index, item.activity, item.start_ns, item.end_ns, item.stream, item.launched))
-        self._write("transfers", rank, file)
+            if index == len(contents):
+                contents.append((item.kind, (item.group, *others)))
+            rows.append((index, item.activity, item.start_ns, item.end_ns, item.stream, item.launched))
+        self._write("transfers", rank, (contents, rows))
 
     def transfers(self, rank: int) -> list[Transfer]:
-        file: _Transfers = self._read("transfers", rank, _Transfers)
-        contents = file.contents
+        contents, rows = self._read("transfers", rank, tuple[list[_Content], list[_Row]])
         return [
             Transfer(rank, activity, contents[index][0], start, end, stream, launched, *contents[index][1])
-            for index, activity, start, end, stream, launched in file.rows
+            for index, activity, start, end, stream, launched in rows
         ]
 
     def put_splits(self, rank: int, splits: Sequence[Split]) -> None:

@@ -30,12 +30,10 @@ class LocalProcesses:
         self.jobs = jobs
 
     def map(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield the results in order. Raises `InputError` where a worker process ends early."""
         if self.jobs == 1:
-            return (function(*item) for item in items)
-        return self._map_in_processes(function, items)
-
-    def _map_in_processes(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield the results of worker processes. Raises `InputError` where a process ends early."""
+            yield from (function(*item) for item in items)
+            return
         from ringprof.common.process_pool import ProcessEnded, map_in_processes
 
         try:

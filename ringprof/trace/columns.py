@@ -131,6 +131,17 @@ class CommRecord(msgspec.Struct, frozen=True):
     comms_id: int | None = None
 
 
+# A large trace holds hundreds of thousands of these. Structs are created several times faster than data classes, and
+# the garbage collector need not visit them, since they cannot refer to themselves.
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """One send or one receive within a kernel, or of a hop."""
+
+    peer: int
+    """Global rank of the other end; -1 where it is not known."""
+    size_bytes: int | None
+    """None where the size is not known."""
+
+
 class CommRecords(msgspec.Struct, frozen=True):
     """CPU records of communication calls (``record_param_comms``), sorted by start."""
 
@@ -261,6 +272,28 @@ def launch_rows(correlations: Int64, launch_correlations: Int64) -> Int64:
     return np.where((launch_correlations[row] == correlations) & has_launch_id(correlations), row, NONE).astype(
         np.int64
     )
+
+
+def enclosing_rows(rows: tuple[Int64, Int64, Int64], points_ns: Int64, thread: Int64) -> Int64:
+    """Return the row that began last before each point on its thread and contains it, or `NONE`.
+
+    ``rows`` are start, end and thread of intervals, in any order; if those of a thread are disjoint, no other contains
+    the point.
+    """
+    start, end, row_thread = rows
+    threads, times = np.append(row_thread, thread), np.append(start, points_ns)
+    is_point = np.arange(len(times)) >= len(start)
+    order = np.lexsort((is_point, times, threads))
+    # Position of the last interval that begins at or before each position in this order.
+    last_start = np.maximum.accumulate(np.where(is_point[order], NONE, np.arange(len(order))))
+    row_before = np.full(len(times), NONE, np.int64)
+    row_before[order] = np.where(last_start == NONE, NONE, order[last_start])
+    row = row_before[len(start) :]
+    is_inside = row != NONE
+    is_inside[is_inside] = (row_thread[row[is_inside]] == thread[is_inside]) & (
+        points_ns[is_inside] < end[row[is_inside]]
+    )
+    return np.where(is_inside, row, NONE)
 
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:

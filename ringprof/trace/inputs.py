@@ -31,7 +31,7 @@ _DEEPEST, _MOST_FOLDERS = 8, 1000
 _MOST_LISTED = 8
 """Number of folders that an error message lists."""
 
-_GROUP_FOLDER = re.compile(r"rank[0-9]+|ranks[0-9]+([-_][0-9]+)*(_more)?")
+GROUP_FOLDER = re.compile(r"rank[0-9]+|ranks[0-9]+([-_][0-9]+)*(_more)?")
 """Folder name that `capture` chooses for one group when several groups of a job are given the same folder."""
 
 InputType = Literal["run", "trace", "text"]
@@ -107,7 +107,7 @@ def _suggestion(name: str) -> str:
         folder, base_name = os.path.split(folder)
     with suppress(OSError), os.scandir(folder) as entries:
         similar = nearest(base_name, [entry.name for entry in islice(entries, 500)])
-        return similar or (" (list recorded runs with: ringprof runs)" if base_name == "run.json" else "")
+        return similar or (" (ringprof report FOLDER lists the runs of a folder)" if base_name == "run.json" else "")
     return ""
 
 
@@ -169,7 +169,7 @@ def _input_in(name: str) -> Input | None:
     suffixes = tuple(suffix for form in FORMATS for suffix in form.suffixes)
     files = [file for file in files_in(name) if file.lower().endswith(suffixes) and not file.endswith(EXPORT_SUFFIX)]
     runs = [os.path.dirname(file) for file in files if os.path.basename(file) == _RUN_FILE]
-    if not all(_GROUP_FOLDER.fullmatch(os.path.basename(folder)) for folder in runs):
+    if not all(GROUP_FOLDER.fullmatch(os.path.basename(folder)) for folder in runs):
         return None  # Separate runs, each with its own traces. The groups of one job, in contrast, count as one run.
     unsafe_links = dict(leading_out(within(name, _RUN_FILE), (file.removeprefix(prefix) for file in files)))
     formats: dict[str, Format] = {}

@@ -80,32 +80,25 @@ def nccl_call(name: str, fields: Mapping[str, int]) -> NcclCall | None:
     return NcclCall(name.removeprefix("nccl").lower(), **fields)
 
 
-class CommunicatorRanks:
-    """Processes by rank of each communicator, collected from the calls that create and destroy it."""
+def communicator_members(calls: Iterable[tuple[NcclCall, int]]) -> dict[int, tuple[int, ...]]:
+    """Return the processes of each communicator in rank order, from calls with their processes.
 
-    def __init__(self) -> None:
-        self._sizes: dict[int, set[int]] = {}
-        self._processes: dict[int, dict[int, set[int]]] = {}
-
-    def add(self, call: NcclCall, process: int) -> None:
-        """Record the caller's rank and the communicator size, if the call has both."""
-        if call.ranks is None or call.rank is None or not 0 <= call.rank < call.ranks <= RANKS_LIMIT:
-            return
-        self._sizes.setdefault(call.communicator, set()).add(call.ranks)
-        self._processes.setdefault(call.communicator, {}).setdefault(call.rank, set()).add(process)
-
-    def members(self) -> dict[int, tuple[int, ...]]:
-        """Return the processes of each communicator in rank order.
-
-        A communicator is left out unless every rank belongs to exactly one process, and every process to one rank.
-        """
-        members = {}
-        for communicator, by_rank in self._processes.items():
-            processes = tuple(min(by_rank[rank]) for rank in sorted(by_rank))
-            unique = all(len(candidates) == 1 for candidates in by_rank.values())
-            if unique and len(set(processes)) == len(by_rank) and self._sizes[communicator] == {len(by_rank)}:
-                members[communicator] = processes
-        return members
+    Only calls that state rank and size count: those that create and destroy a communicator. One is left out unless
+    every rank belongs to exactly one process, and every process to one rank.
+    """
+    sizes: dict[int, set[int]] = {}
+    processes_of: dict[int, dict[int, set[int]]] = {}
+    for call, process in calls:
+        if call.ranks is not None and call.rank is not None and 0 <= call.rank < call.ranks <= RANKS_LIMIT:
+            sizes.setdefault(call.communicator, set()).add(call.ranks)
+            processes_of.setdefault(call.communicator, {}).setdefault(call.rank, set()).add(process)
+    members = {}
+    for communicator, by_rank in processes_of.items():
+        processes = tuple(min(by_rank[rank]) for rank in sorted(by_rank))
+        unique = all(len(candidates) == 1 for candidates in by_rank.values())
+        if unique and len(set(processes)) == len(by_rank) and sizes[communicator] == {len(by_rank)}:
+            members[communicator] = processes
+    return members
 
 
 def record_of_call(call: NcclCall, ranks: tuple[int, ...]) -> CommRecord | None:

@@ -51,10 +51,10 @@ from ringprof.trace.kineto.byte_source import ByteSource, is_compressed
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_text, take_analysis
 from ringprof.trace.nccl_payloads import (
     LONGEST_PAYLOAD,
-    CommunicatorRanks,
     Layouts,
     NcclCall,
     add_entries,
+    communicator_members,
     decode,
     nccl_call,
     record_of_call,
@@ -156,8 +156,8 @@ class _Export:
         self.path, self.budget = path, budget
         self.names: dict[str, int] = {}
         self.skipped = self.total = self.unnamed = 0
-        self._connection = connection
-        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        self._connection, self._size, self._text_left = connection, size, size
+        connection.text_factory = self._text
         # Use a C iterator, whose end stops SQLite. An exception from a signal in a Python callback is lost.
         checks = (_STEPS_FREE + _STEPS_PER_BYTE * size) // _STEPS_BETWEEN
         connection.set_progress_handler(repeat(0, checks).__next__, _STEPS_BETWEEN)
@@ -179,6 +179,12 @@ class _Export:
         allowed = (reads_table or calls_allowed_function) and trigger_or_view is None
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
+    def _text(self, data: bytes) -> str:
+        self._text_left -= len(data)
+        if self._text_left < 0:
+            raise TraceFormatError(f"{self.path}: damaged SQLite file (rows share their text): export it again")
+        return data.decode("utf-8", "replace")
+
     def has(self, table: str) -> bool:
         """Return whether the export has a table."""
         return table in self._present
@@ -191,6 +197,7 @@ class _Export:
         Table and column names come from this module, never from the file.
         """
         if table in self._present:
+            self._text_left = 2 * self._size  # A file has a byte or more for each two of its text in UTF-8.
             terms = (term.format(column) if column in self._present[table] else absent for column in wanted)
             cursor = self._connection.execute(f"SELECT {', '.join(terms)} FROM {table} NOT INDEXED")  # nosec B608
             while rows := cursor.fetchmany(_ROWS_AT_ONCE):
@@ -258,7 +265,12 @@ def _traces(export: _Export) -> list[Trace]:
     base, host, devices = _base_ns(export), _host(export), _devices(export)
     rank = rank_in_name(export.path) if len(activities) == 1 else None
     nccl_rows, nccl_calls = _nccl_calls(export)
-    members = _members(nccl_rows, nccl_calls)
+    nccl_rows_of = _by_process(nccl_rows)
+    members = communicator_members(
+        (nccl_calls[index], process)
+        for process, own_rows in nccl_rows_of.items()
+        for index in distinct(own_rows["call"]).tolist()
+    )
     order = _rank_order(activities, members)
     rank_of = {process: index if rank is None else rank for index, process in enumerate(order)}
     ranks = {
@@ -266,7 +278,6 @@ def _traces(export: _Export) -> list[Trace]:
         for communicator, processes in members.items()
         if all(process in rank_of for process in processes)
     }
-    nccl_rows_of = _by_process(nccl_rows)
     records = {
         process: _records(export, nccl_rows_of[process], nccl_calls, ranks) if process in nccl_rows_of else ({}, [])
         for process in order
@@ -402,15 +413,6 @@ def _nccl_names(export: _Export) -> dict[int, str]:
                 names[key] = text
                 export.budget.take(bytes_of_text(text), export.path)
     return names
-
-
-def _members(rows: _Rows, calls: list[NcclCall]) -> dict[int, tuple[int, ...]]:
-    """Return the processes of each communicator, in the order of its ranks."""
-    communicators = CommunicatorRanks()
-    for process, own_rows in _by_process(rows).items():
-        for index in distinct(own_rows["call"]).tolist():
-            communicators.add(calls[index], process)
-    return communicators.members()
 
 
 def _rank_order(activities: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]]) -> list[int]:

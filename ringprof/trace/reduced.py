@@ -44,23 +44,14 @@ class _Ragged(msgspec.Struct, frozen=True):
     data: memoryview
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """Stored form of a `CommRecord`; its lists are given by their index among all lists of the file."""
-
-    name: str
-    group: str | None
-    group_description: str | None
-    group_ranks: int | None
-    group_size: int | None
-    in_elements: int | None
-    out_elements: int | None
-    dtype: str | None
-    source_rank: int | None
-    destination_rank: int | None
-    in_split: int
-    out_split: int
-    sequence: int | None
-    comms_id: int | None
+_Record = msgspec.defstruct(
+    "_Record",
+    [
+        (field.name, {"group_ranks": int | None, "in_split": int, "out_split": int}.get(field.name, field.type))
+        for field in msgspec.structs.fields(CommRecord)
+    ],
+)
+"""Stored form of a `CommRecord`; its lists are given by their index among all lists of the file."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +72,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     group_names: _Ragged
     group_lists: memoryview
     """Index of each group's ranks among the lists."""
-    collectives: list[_Record]
+    collectives: list[_Record]  # type: ignore[valid-type]
     columns: Annotated[dict[str, Annotated[dict[str, memoryview], _FEW]], _FEW]
 
 
@@ -199,12 +190,12 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
         groups={name: _list_at(lists, index) for name, index in groups},
         collectives=[
             CommRecord(**{
-                **msgspec.structs.asdict(record),
-                "group_ranks": None if record.group_ranks is None else _list_at(lists, record.group_ranks),
-                "in_split": _list_at(lists, record.in_split),
-                "out_split": _list_at(lists, record.out_split),
+                **stored,
+                "group_ranks": None if stored["group_ranks"] is None else _list_at(lists, stored["group_ranks"]),
+                "in_split": _list_at(lists, stored["in_split"]),
+                "out_split": _list_at(lists, stored["out_split"]),
             })
-            for record in file.collectives
+            for stored in map(msgspec.structs.asdict, file.collectives)
         ],
         **{
             table: kind(**{name: _column(file.columns[table][name], dtype) for name, dtype in dtypes_of(kind).items()})

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import Counter
@@ -21,12 +20,12 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import RingprofError, UsageError, require_packages
-from ringprof.proof.model_result import ModelCheck
-from ringprof.proof.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.proof.result import CALLS, TIME_LIMIT_S, Check, CheckRequest, ModelCheck
 from ringprof.scale.pipeline import attribute
 from ringprof.strategies.catalog import LAYOUT_ALIASES
 from ringprof.trace.kineto import read_trace
-from ringprof.trace.reduced import parse_reduced, reduce_file, reduce_trace
+from ringprof.trace.reduced import parse_reduced, reduce_trace
+from ringprof.training.appended_log import AppendedLog
 from ringprof.training.sinks import Sink
 from ringprof.training.sinks import tensorboard as tensorboard_sink
 from ringprof.workload.workload import Workload
@@ -52,6 +51,7 @@ def capture(
     strategy: Strategy | Sequence[Strategy] | None = None,
     model: torch.nn.Module | None = None,
     record_shapes: bool = False,
+    strict: bool = False,
 ) -> AbstractContextManager[None]:
     """Profile a block of your own program on every rank that runs it; see `ringprof.training.capture.capture`.
 
@@ -63,7 +63,7 @@ def capture(
 
     return profile(
         folder, workload, name=name, group=group, strategy=strategy, model=model, record_shapes=record_shapes,
-        reduce=reduce_file,
+        strict=strict,
     )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def prove(
 
     from ringprof.ranks.process_group import GroupRanks
     from ringprof.strategies.masks.layouts import LAYOUTS
-    from ringprof.training.prover import AttentionMask, ProofLog, Prover
+    from ringprof.training.prover import Prover
 
     if not callable(attention) and not hasattr(attention, "attention"):
         raise UsageError(f"{type(attention).__name__} is neither a strategy nor a module nor a function")
@@ -275,13 +275,10 @@ def prove(
         raise UsageError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
     if log is not None and GroupRanks(None).rank == 0:
         refuse_unwritable(log)
-    mask = AttentionMask(
-        layout if isinstance(layout, str) else as_tensor(layout),
-        causal,
-        (-1, -1) if window_size is None else (window_size - 1, 0 if causal else window_size - 1),
-        softmax_scale,
-    )
-    running = Prover(attention, every, group, mask, memory_bytes, ProofLog(log).add)
+    window = (-1, -1) if window_size is None else (window_size - 1, 0 if causal else window_size - 1)
+    stated = {"causal": causal, "window_size": window, "prefix": 0, "softmax_scale": softmax_scale}
+    positions = layout if isinstance(layout, str) else as_tensor(layout)
+    running = Prover(attention, every, group, positions, stated, memory_bytes, log)
     try:
         yield running
     finally:
@@ -306,7 +303,7 @@ class SampleLog:
     """Log of samples on the first rank: JSON lines, log messages, and sinks."""
 
     def __init__(self, log: str | os.PathLike[str] | None, sinks: Sequence[Sink] = ()) -> None:
-        self._log, self._sinks = log, sinks
+        self._file, self._sinks = AppendedLog(log), sinks
         if log is not None:
             refuse_unwritable(log)
         self._straggler: int | None = None
@@ -323,9 +320,7 @@ class SampleLog:
         self._in_a_row = self._in_a_row + 1 if line["straggler"] == self._straggler else 1
         self._straggler = line["straggler"]
         line["looks"] = self._in_a_row
-        if self._log is not None:
-            with Path(self._log).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        self._file.add(line)
         _log.info("%s", _sentence(line))
         figures = _numbers(line)
         for sink in self._sinks:

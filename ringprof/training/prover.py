@@ -11,8 +11,6 @@ their gradients and the output to the input's type alone makes on the same tenso
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
@@ -22,7 +20,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,6 +37,7 @@ from ringprof.strategies.base import Strategy, checksum, positions_in_documents
 from ringprof.strategies.kernels.reference import KeyStretches, masked_scores
 from ringprof.strategies.kernels.uncompiled import uncompiled
 from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.training.appended_log import AppendedLog
 from ringprof.training.steps import StepCounter, interval_for
 from ringprof.workload.mask import Mask
 
@@ -53,17 +51,6 @@ GATHERED_PER_S = 1e9
 """Bytes per second between ranks, for the same estimate."""
 
 _log = logging.getLogger("ringprof.prove")
-
-
-@dataclass(frozen=True)
-class AttentionMask:
-    """Layout, mask and scale of an attention that is not a ringprof strategy."""
-
-    layout: str | Tensor = "contiguous"
-    """Name of a layout, or the positions of this rank's tokens."""
-    causal: bool = True
-    window: tuple[int, int] = (-1, -1)
-    softmax_scale: float | None = None
 
 
 @dataclass
@@ -125,10 +112,14 @@ class Prover(StepCounter):
     """Prover of one attention in a training loop; created by `ringprof.prove`. Calling it calls the attention."""
 
     def __init__(
-        self, attention: Any, every: int, group: Any, mask: AttentionMask, memory_bytes: int,
-        report: Callable[[JsonObject], None],
+        self, attention: Any, every: int, group: Any, layout: str | Tensor, stated: JsonObject, memory_bytes: int,
+        log: str | os.PathLike[str] | None,
     ) -> None:  # fmt: skip
-        """Observe a strategy, a module that calls strategies, or a function that the loop calls through this object."""
+        """Observe a strategy, a module that calls strategies, or a function that the loop calls through this object.
+
+        Of a function, ``layout`` is the name, or the positions of this rank's tokens; ``stated`` are the options of
+        `Strategy.attention` that say what it computes. ``log`` is the file of the first rank.
+        """
         super().__init__()
         self.interval = every
         """Steps from one proof to the next."""
@@ -136,8 +127,8 @@ class Prover(StepCounter):
         """Number of proofs so far."""
         self.spent_ns = 0
         """Time that proofs, and planning the first, have cost this rank so far, in nanoseconds."""
-        self._attention, self._every, self._mask, self._memory_bytes = attention, every, mask, memory_bytes
-        self._report = report
+        self._attention, self._every, self._memory_bytes = attention, every, memory_bytes
+        self._layout, self._stated, self._log = layout, stated, AppendedLog(log, chained=True)
         self._next: int | None = None
         """Step of the next proof; None until the first is planned."""
         self._ranks: GroupRanks | None = None
@@ -357,7 +348,10 @@ class Prover(StepCounter):
         line |= {"problem": line.get("problem") or text or None, "took_ms": max(row[1] for row in rows) / 1e6}
         line |= {"step_ms": step_ns / 1e6, "interval": self.interval}
         if ranks.rank == 0:
-            self._report(line)
+            verdict = _verdict(line)
+            level = logging.INFO if verdict.startswith("equal") else logging.WARNING
+            _log.log(level, "step %d: %s", self.steps, verdict)
+            self._log.add(line)
 
     def _prepare(self, ranks: GroupRanks) -> tuple[_Ready, _Problem]:
         """Describe the captured call for the other ranks, and allocate the memory of its proof."""
@@ -366,18 +360,17 @@ class Prover(StepCounter):
             raise RuntimeError(self._problem or "no attention was called in the step")
         options, local = capture.options, len(capture.q)
         seq, device = local * ranks.size, capture.q.device
-        if capture.strategy is not None:
-            documents = options.get("documents")
-            mask = Mask.of(documents, options.get("window_size", (-1, -1)), causal=options.get("causal", True),
-                           prefix=options.get("prefix", 0))  # fmt: skip
-            positions = capture.strategy.positions(seq, device, documents=documents)
-        else:
+        if capture.strategy is None:
             documents = options.get("cu_seqlens", options.get("documents"))
-            layout = self._mask.layout
-            mask = Mask.of(documents, self._mask.window, causal=self._mask.causal)
+            layout = self._layout
             positions = LAYOUTS[layout].positions(seq, ranks.size, ranks.rank) if isinstance(layout, str) else layout
             positions = positions.to(device)
-            options.setdefault("softmax_scale", self._mask.softmax_scale)
+            options |= {**self._stated, "softmax_scale": options.get("softmax_scale", self._stated["softmax_scale"])}
+        else:
+            documents = options.get("documents")
+            positions = capture.strategy.positions(seq, device, documents=documents)
+        mask = Mask.of(documents, options.get("window_size", (-1, -1)), causal=options.get("causal", True),
+                       prefix=options.get("prefix", 0))  # fmt: skip
         mask.check(seq)
         backward = capture.dout is not None and {"dq", "dk", "dv"} <= capture.results.keys()
         d, e = capture.k.shape[1], capture.v.shape[1]
@@ -557,29 +550,6 @@ def _sent_since(strategy: Strategy, before: dict[Any, list[int]]) -> SentInCall:
             operations[key[2]] = operations.get(key[2], 0) + count - old_count
             size += size_bytes - old_bytes
     return SentInCall(operations=operations, size_bytes=size)
-
-
-class ProofLog:
-    """Log of proofs on the first rank of a group: JSON lines, each with its hash and that of the line before."""
-
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self._path, self._previous = path, ""
-
-    def add(self, line: JsonObject) -> None:
-        """Write one proof, and warn where it found something wrong."""
-        line |= {"previous": self._previous}
-        line["hash"] = self._previous = line_hash(line)
-        verdict = _verdict(line)
-        _log.log(logging.INFO if verdict.startswith("equal") else logging.WARNING, "step %d: %s", line["step"], verdict)
-        if self._path is not None:
-            with Path(self._path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
-
-def line_hash(line: JsonObject) -> str:
-    """Return the SHA-256 of a proof without its own hash, as sorted JSON."""
-    content = {key: value for key, value in line.items() if key != "hash"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _verdict(line: JsonObject) -> str:

@@ -18,17 +18,17 @@ from msgspec.structs import replace
 
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.common.decoding import decode_file, refuse_deep
-from ringprof.common.files import leading_out, write_atomically
+from ringprof.common.files import leading_out
 from ringprof.common.json_object import JsonObject, Params
-from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnsupportedWorkloadError, UsageError
+from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.iteration.resolve import kernel_class, load_strategy, resolve, typed_params
-from ringprof.ranks.launcher import launcher_rank
 from ringprof.ranks.progress import Reporter
-from ringprof.recording import RecordRequest, record
+from ringprof.recording import RecordRequest
 from ringprof.results.analysis import Analysis
 from ringprof.results.load import load
 from ringprof.run import read_run, slowest
 from ringprof.strategies import find
+from ringprof.trials.turns import record_request, refuse_launcher, save, take_turns
 from ringprof.workload.workload import Workload
 
 _SCHEMA = "ringprof.sweep/1"
@@ -106,8 +106,7 @@ def run_sweep(
     Rows that an earlier sweep with the same ``path`` finished are not recorded again; failed rows are. Raises
     `UsageError` under a launcher, and errors that stop every recording: `Interrupted`, `MissingExtraError`.
     """
-    if launcher_rank() is not None:
-        raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
+    refuse_launcher()
     for request in requests:
         # A name or an option that no recording accepts is refused before the sweep spends hours on others.
         try:
@@ -121,14 +120,18 @@ def run_sweep(
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     sweep = read_sweep(path) if path.exists() else Sweep()
-    for request in requests:
+
+    def record_row(request: RecordRequest, number: int) -> Row:
         row = _finished_row(sweep, request, folder)
         if row is None:
-            row = _record_row(replace(request, output=str(folder / "run.json")), folder, reporter)
-            sweep = Sweep(rows=[*(old for old in sweep.rows if old.key != row.key), row])
-            write_atomically(path, msgspec.json.format(msgspec.json.encode(sweep), indent=1) + b"\n")
+            row = _record_row(replace(request, output=str(folder / "run.json")), reporter)
+            sweep.rows[:] = [*(old for old in sweep.rows if old.key != row.key), row]
+            save(path, sweep)
         else:
             _report_other_options(row, request, path, reporter)
+        return row
+
+    for row in take_turns(requests, record_row, lambda number: True):
         yield row, analysis_of(row, folder)
 
 
@@ -220,27 +223,24 @@ def _requested_row(request: RecordRequest) -> Row:
     )  # fmt: skip
 
 
-def _record_row(request: RecordRequest, folder: Path, reporter: Reporter) -> Row:
+def _record_row(request: RecordRequest, reporter: Reporter) -> Row:
     """Record a forward pass alone, if the request has a backward pass, and then the request itself."""
     row = _requested_row(request)
+    forward_ns = None
     try:
-        forward_ns = None
         if request.workload.backward:
             forward_only = replace(
                 request, workload=replace(request.workload, backward=False), verify=False, controls=False
             )
-            forward = record(forward_only, reporter)
-            forward_ns = forward.timings.median_ns() if forward and forward.timings else None
-        run = record(request, reporter)
-    except (UnsupportedWorkloadError, UsageError) as error:
+            forward, status, reason = record_request(forward_only, reporter)
+            if forward is None:
+                return replace(row, status=status, reason=reason)
+            forward_ns = forward.timings.median_ns() if forward.timings else None
+        run, status, reason = record_request(request, reporter)
+    except UsageError as error:
         return replace(row, status="unfit", reason=str(error))
-    except Interrupted:
-        raise  # Ctrl-C ends the sweep, not only the row
-    except RecordError as error:
-        # The message may hold a path that is not UTF-8, which JSON cannot hold.
-        reason = str(error).encode(errors="backslashreplace").decode()
-        return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=reason)
-    assert run is not None, "no launcher started this process"
+    if run is None:
+        return replace(row, status=status, reason=reason)
     return replace(row, run=run.name, forward_ns=forward_ns)
 
 

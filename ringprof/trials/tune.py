@@ -11,21 +11,20 @@ from statistics import median
 import msgspec
 
 from ringprof.analysis.findings.uncertainty import ratio_interval
-from ringprof.common.files import write_atomically
 from ringprof.common.formatting import significant
 from ringprof.common.json_object import JsonObject
-from ringprof.errors import Interrupted, RecordError, RingprofError, UnsupportedWorkloadError, UsageError
+from ringprof.errors import Interrupted, RingprofError, UnsupportedWorkloadError
 from ringprof.prediction.advise import Choice, candidates, chosen_queries, label_of, ranked_choices
 from ringprof.prediction.calibration import Calibration, base_for
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import prediction_dict
 from ringprof.prediction.query import Query
-from ringprof.ranks.launcher import launcher_rank
 from ringprof.ranks.progress import Reporter
-from ringprof.recording import RecordRequest, record
+from ringprof.recording import RecordRequest
 from ringprof.report.tables import Column, text_table
 from ringprof.report.text import TextStyle, clean
 from ringprof.run import slowest
+from ringprof.trials.turns import record_request, refuse_launcher, save, take_turns
 
 SCHEMA = "ringprof.tuning/1"
 _LEAST_ROUNDS = 3
@@ -116,31 +115,38 @@ def tune(
 
     Raises `UsageError` under a launcher, and `UnsupportedWorkloadError` if no choice can run.
     """
-    if launcher_rank() is not None:
-        raise UsageError("tune starts its own ranks: run it without torchrun or srun, on one node")
+    refuse_launcher()
     path, started = Path(base.output), time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     trials, device, machine = _trials(base, machine, strategies, top, reporter)
-    number, stopped_by = 0, "rounds"
-    for number in range(1, rounds + 1):
-        try:
-            for trial in trials:
-                if trial.running:
-                    _record(trial, number, base, path.parent, reporter)
-        except Interrupted:
-            rounds_before = f"{number - 1} round{'s' if number > 2 else ''}"
-            kept = f"{path} holds the {rounds_before} before it" if number > 1 else "no result was written"
-            raise Interrupted(f"interrupted in round {number}; {kept}") from None
-        tuning = _judged(trials, number, device, machine)
+    number, tuning = 1, None
+
+    def record_trial(trial: Trial, of_round: int) -> None:
+        nonlocal number
+        number = of_round
+        if trial.running:
+            _record(trial, number, base, path.parent, reporter)
+
+    def ended(of_round: int) -> bool:
+        """Judge the trials after a round and write the outcome; return whether no further round follows."""
+        nonlocal tuning
+        tuning = _judged(trials, of_round, device, machine)
         if len(tuning.undecided) <= 1:
-            stopped_by = "decided"
-        elif number < rounds and time.monotonic() - started > 60 * minutes:
-            stopped_by = "minutes"
-        tuning = replace(tuning, stopped_by=stopped_by)
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(tuning_dict(tuning)), indent=1) + b"\n")
-        reporter.say(f"round {number}: {tuning.verdict()}")
-        if stopped_by != "rounds":
-            break
+            tuning = replace(tuning, stopped_by="decided")
+        elif of_round < rounds and time.monotonic() - started > 60 * minutes:
+            tuning = replace(tuning, stopped_by="minutes")
+        save(path, tuning_dict(tuning))
+        reporter.say(f"round {of_round}: {tuning.verdict()}")
+        return tuning.stopped_by != "rounds" or of_round == rounds
+
+    try:
+        for _ in take_turns(trials, record_trial, ended):
+            pass
+    except Interrupted:
+        rounds_before = f"{number - 1} round{'s' if number > 2 else ''}"
+        kept = f"{path} holds the {rounds_before} before it" if number > 1 else "no result was written"
+        raise Interrupted(f"interrupted in round {number}; {kept}") from None
+    assert tuning is not None
     return tuning
 
 
@@ -200,18 +206,13 @@ def _record(trial: Trial, number: int, base: RecordRequest, folder: Path, report
 
     A trial that fails, or whose result is wrong, ends with the reason.
     """
-    try:
-        verify = base.verify and not trial.recordings_ns
-        run = record(msgspec.structs.replace(_request(trial, base, folder), verify=verify), reporter)
-    except Interrupted:
-        raise
-    except RingprofError as error:
-        if not isinstance(error, RecordError | UnsupportedWorkloadError):
-            raise
-        trial.failure = str(error).encode(errors="backslashreplace").decode()
+    verify = base.verify and not trial.recordings_ns
+    request = msgspec.structs.replace(_request(trial, base, folder), verify=verify)
+    run, _, trial.failure = record_request(request, reporter)
+    if run is None:
         return
-    times = slowest(run.timings.iterations_ns) if run is not None and run.timings else []
-    if run is None or not times:
+    times = slowest(run.timings.iterations_ns) if run.timings else []
+    if not times:
         trial.failure = "no iteration was timed"
         return
     trial.runs.append(run.name)

@@ -86,7 +86,11 @@ def why_refused(values: Mapping[str, Any]) -> str | None:
             continue
         others = [other for other in excludes if features.get(other)]
         if others or (needs and not any(map(features.get, needs))):
-            shown = {name: _shown(name, features[name]) for name in (feature, *others[:1])}
+            shown = {
+                name: f"--{_NAMES.get(name, name.replace('_', '-'))}"
+                + (f" {features[name]}" if name in _WITH_VALUE else "")
+                for name in (feature, *others[:1])
+            }
             return sentence.format(feature=shown[feature], value=features[feature], other=shown.get((*others, "")[0]))
     return None
 
@@ -95,9 +99,3 @@ def raise_if_refused(values: Mapping[str, Any]) -> None:
     """Raise `UsageError` where the values of these features do not go together."""
     if reason := why_refused(values):
         raise UsageError(reason)
-
-
-def _shown(name: str, value: Any) -> str:
-    """Return a feature as its option, with the value where that matters."""
-    option = f"--{_NAMES.get(name, name.replace('_', '-'))}"
-    return f"{option} {value}" if name in _WITH_VALUE else option

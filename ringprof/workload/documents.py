@@ -32,7 +32,7 @@ def document_lengths(text: str, seq: int) -> tuple[int, ...]:
     The last document drawn or read is truncated to fit. Raises `UsageError`.
     """
     if text.startswith(_LOGNORMAL):
-        return _filled(_drawn(_settings(text)), seq)
+        return _filled(_drawn(text), seq)
     # pathlib would raise an error for a list of lengths that is longer than a path can be.
     if os.path.isfile(text):
         return _filled(_in_file(Path(text)), seq)
@@ -76,7 +76,9 @@ def _in_file(path: Path) -> Iterable[int]:
         yield length
 
 
-def _settings(text: str) -> dict[str, float]:
+def _drawn(text: str) -> Iterable[int]:
+    import numpy as np
+
     pairs = dict(part.partition("=")[::2] for part in text.removeprefix(_LOGNORMAL).split(","))
     settings = {"mean": 0.0, "sigma": 1.0, "seed": 0.0}
     try:
@@ -87,12 +89,6 @@ def _settings(text: str) -> dict[str, float]:
     valid = valid and 0 <= settings["sigma"] <= 5 and settings["seed"].is_integer() and settings["seed"] >= 0
     if not valid:
         raise UsageError(f"--documents {_short(text)}: as in lognormal:mean=8192,sigma=1.2,seed=7")
-    return settings
-
-
-def _drawn(settings: dict[str, float]) -> Iterable[int]:
-    import numpy as np
-
     generator = np.random.default_rng(int(settings["seed"]))
     logarithm = np.log(settings["mean"]) - settings["sigma"] ** 2 / 2
     while True:

@@ -206,19 +206,19 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.sequences is not None:
             return sum(count * self.step(count).model_flops() for count in self.sequences)
         parts = self._parts()
-        own = sum(part.model_flops() for part in parts) if parts else self._attention_flops()
-        return own + self._flops_around()
+        if parts:
+            own = sum(part.model_flops() for part in parts)
+        elif self.recurrent or self.mask().windowed or self.kv_length is not None:
+            own = self.exact_flops()
+        else:
+            squares = sum(length**2 for length in self.documents or (self.seq,))
+            own = self._flops(squares if self.causal else 2 * squares)
+        return own + 2 * self.batch * self.seq * self.all_parameters() * self.steps * (3 if self.backward else 1)
 
     def _parts(self) -> list[Workload]:
         """Return what the layers of each operator of a pattern compute; empty for layers of one operator."""
         kinds = dict.fromkeys(self.pattern)
         return [part for kind in kinds if (part := self.part(kind))] if len(kinds) > 1 else []
-
-    def _attention_flops(self) -> int:
-        if self.recurrent or self.mask().windowed or self.kv_length is not None:
-            return self.exact_flops()
-        squares = sum(length**2 for length in self.documents or (self.seq,))
-        return self._flops(squares if self.causal else 2 * squares)
 
     def exact_flops(self) -> int:
         """Count the FLOPs of attention alone from the exact mask area: S(S+1)/2 per causal document, not S²/2.
@@ -258,10 +258,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def all_parameters(self) -> int:
         """Count the parameters of the matrices of all layers."""
         return sum(map(self.parameters, self.pattern)) * (self.layers // len(self.pattern))
-
-    def _flops_around(self) -> int:
-        forward = 2 * self.batch * self.seq * self.all_parameters() * self.steps
-        return 3 * forward if self.backward else forward
 
     def cache_bytes(self) -> int:
         """Return the bytes of K and V that all ranks hold and the new tokens attend to.

@@ -10,7 +10,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from ..kernels.merge import merge_rows, wide_type, with_sinks
 from ..kernels.uncompiled import uncompiled
 from ..masks.cache_layout import CacheLayout
 from ..masks.layouts import ALL, LAYOUTS, Block, part
-from ..transport.collectives import Collective
 from ..transport.passes import in_pass
+from ..transport.ring_channel import Collective
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,6 @@ class Heads:
 
 KeyChunks = tuple[int, ...] | Literal["contiguous"] | None
 """Where cached keys lie: in chunks of these lengths, where they were computed, or in contiguous shares."""
-
-
-class _LocalShapes(NamedTuple):
-    """Shapes of a rank's tensors: q (B, S, H, D), k and v (B, keys, Hkv, D)."""
-
-    q: tuple[int, int, int, int]
-    kv: tuple[int, int, int, int]
 
 
 class Cached(Strategy):
@@ -249,15 +242,18 @@ class Cached(Strategy):
         own_heads = self.heads(heads, x.shape[2]).kv
         return x[:, :, own_heads].index_select(1, self.key_positions(x.shape[1], new_tokens).to(x.device))
 
-    def local_shapes(self, shape: Shape) -> _LocalShapes:
-        """Return the shapes of this rank's q and k for a problem; v has the shape of k if its head size is the same."""
+    def local_shapes(self, shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of this rank's q (B, S, H, D) and k (B, keys, Hkv, D) for a problem.
+
+        v has the shape of k if its head size is the same.
+        """
         assert shape.kv_length is not None
         own_heads = self.heads(shape.heads, shape.kv_heads)
         query_count = len(self.query_positions(shape.seq))
         key_count = self.key_count(shape.kv_length, shape.seq)
         heads, kv_heads = (len(range(*part.indices(count))) for part, count in
                      ((own_heads.queries, shape.heads), (own_heads.kv, shape.kv_heads)))  # fmt: skip
-        return _LocalShapes(
+        return (
             (shape.batch, query_count, heads, shape.head_dim), (shape.batch, key_count, kv_heads, shape.head_dim)
         )  # fmt: skip
 

@@ -154,7 +154,8 @@ class DecodeContextParallel(Cached):
         ``kv_length`` counts the keys of all ranks. Collective.
         """
         if self.parameters["queries"] == "gathered":
-            q = _join_heads(self.q_channel.all_gather(q).wait()[0])
+            # (N, B, S, H, D) -> (B, S, N·H, D)
+            q = self.q_channel.all_gather(q).wait()[0].permute(1, 2, 0, 3, 4).flatten(2, 3)
         out, lse = attention_over_blocks(call, q, k, v, self._blocks(q.shape[1], k.shape[1], kv_length, mask), 0)
         if self.degree == 1:
             return out.to(q.dtype), lse
@@ -214,8 +215,3 @@ def _share(count: int, pieces: int, index: int) -> slice:
 def _split_heads(x: Tensor, dim: int, pieces: int) -> Tensor:
     """Split a dimension of heads into equal parts, stacked in a new first dimension: one part per rank of the group."""
     return torch.stack(x.chunk(pieces, dim))
-
-
-def _join_heads(gathered: Tensor) -> Tensor:
-    """Join gathered heads: (N, B, S, H, D) -> (B, S, N·H, D)."""
-    return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -21,7 +21,7 @@ in float32.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class Megatron(Strategy):
         if self.comm.size > 1 and q.device not in self._streams:
             self._streams[q.device] = side_streams(q, 2)
         streams = SideStreams() if self.comm.size == 1 else self._streams[q.device]
-        steps: list[_Step] = []
+        steps: list[tuple[Block, Tensor, Tensor, Any]] = []
         routing = self.routing(call)
         tour = self.ring.tour([torch.stack([k, v])]) if routing is None else routing.tour(self.ring, None, [k, v])
         for step, (kv_rank, tensors) in enumerate(tour):
@@ -87,13 +87,13 @@ class Megatron(Strategy):
             with ring_step("fwd", step, "block"), streams.on(step):
                 out, lse = call.forward(q, kv[0], kv[1], block)
             # Keep K and V with the result: their memory must not be reused before the streams join.
-            steps.append(_Step(block, out, lse, kv))
-        streams.join(result for step in steps for result in (step.out, step.lse))
+            steps.append((block, out, lse, kv))
+        streams.join(result for _, out, lse, _ in steps for result in (out, lse))
         call.saved = (q, kv[0], kv[1]) if routing is None else ()
         with ring_step("fwd", self.comm.size, "merge"):
             result = Partial()
-            for step_result in steps:
-                result.merge(step_result.out, step_result.lse, step_result.block.q)
+            for block, out, lse, _ in steps:
+                result.merge(out, lse, block.q)
             return result.result(q.dtype)
 
     def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
@@ -137,15 +137,6 @@ class Megatron(Strategy):
     @property
     def hop_window(self) -> int:
         return self.comm.size
-
-
-class _Step(NamedTuple):
-    """Result of one forward step, with its K and V."""
-
-    block: Block
-    out: Tensor
-    lse: Tensor
-    kv: Any
 
 
 class _StepMessage:

@@ -25,9 +25,8 @@ from ..base import AttentionCall, Context, GradWire, OutAndLse, Rows, Shape, Str
 from ..first_order import first_order
 from ..kernels.kernel import Gradients
 from ..masks.layouts import LAYOUTS, Layout
-from ..transport.collectives import Collective
 from ..transport.passes import in_pass
-from ..transport.ring_channel import Hop
+from ..transport.ring_channel import Collective, Hop
 
 
 class Ulysses(Strategy):

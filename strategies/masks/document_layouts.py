@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,14 +53,18 @@ class DealtLayout(Layout):
         return 2 * size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        return torch.cat([torch.arange(*span, device="cpu") for span in self.deal(size).spans[rank]])
+        return torch.cat([torch.arange(*span, device="cpu") for span in self.deal(size)[0][rank]])
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         raise NotImplementedError("a layout for documents is cut by them")
 
     @lru_cache(maxsize=4)  # noqa: B019 - layouts are few
-    def deal(self, size: int) -> Deal:
-        """Deal the documents to ``size`` ranks."""
+    def deal(self, size: int) -> tuple[list[list[tuple[int, int]]], float]:
+        """Deal the documents to ``size`` ranks.
+
+        Return the global positions that each rank holds, (first, end) of each piece in local order, and the estimated
+        time of the slowest rank, in tiles.
+        """
         longest_first = sorted(pairwise(self.documents), key=lambda span: (span[0] - span[1], span))
         longest, cut = longest_first[0], longest_first[1 : self.cut]
         length = longest[1] - longest[0] if self.cut else 0
@@ -83,7 +87,7 @@ class DealtLayout(Layout):
                 for step in range(size):
                     steps.add(step, rank, in_longest * tokens / length)
         in_zigzag = sum(_time_in_zigzag(end - first, size) for first, end in cut)
-        return Deal(hands.spans(), in_zigzag + steps.time())
+        return hands.spans(), in_zigzag + steps.time()
 
 
 class _Hands:
@@ -157,15 +161,6 @@ class _Hands:
             self.room[rank] -= span[1] - span[0]
 
 
-class Deal(NamedTuple):
-    """Documents dealt to ranks."""
-
-    spans: list[list[tuple[int, int]]]
-    """Global positions that each rank holds: (first, end) of each piece, in local order."""
-    time: float
-    """Estimated time of the slowest rank, in tiles."""
-
-
 dealt_layout = lru_cache(maxsize=64)(DealtLayout)
 """Return the layout that deals these documents, cached: several kinds of strategies use the same one."""
 
@@ -199,7 +194,7 @@ def _fastest(documents: tuple[int, ...], size: int) -> Layout:
     best, best_time, cut, cutting = packed, float("inf"), 0, 0.0
     while cut < len(lengths) and best_time > BALANCED_ENOUGH * least and best_time > least + cutting:
         layout = dealt_layout(documents, cut)
-        if (time := layout.deal(size).time) < best_time:
+        if (time := layout.deal(size)[1]) < best_time:
             best, best_time = layout, time
         following = cut + 1 + cut // 4
         for length in lengths[cut:following]:

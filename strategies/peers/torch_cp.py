@@ -17,9 +17,8 @@ from ..base import AttentionCall, Context, Rows, Strategy
 from ..kernels.kernel import Gradients, Kernel
 from ..kernels.merge import lift_tiny_rows, output_with_delta
 from ..masks.layouts import LAYOUTS
-from ..transport.collectives import Collective
 from ..transport.message import Message
-from ..transport.ring_channel import HopRing
+from ..transport.ring_channel import Collective, HopRing
 
 Rotate = Literal["allgather", "alltoall"]
 _SEQ_DIM = 2

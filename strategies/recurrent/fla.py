@@ -6,7 +6,6 @@ Source: flash-linear-attention 0.6, whose functions do the work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -192,9 +191,9 @@ class FlaLinearAttention(PieceKernel):
     ) -> Tensor:  # fmt: skip
         """Return the states before all chunks, in ``dtype`` (None: k's), or with ``ends`` those after all pieces."""
         k, v, total = map(pieces.split, local)
-        scan, h, last = _prepare_scan(x, pieces, k, dtype or k.dtype, ends=ends)
-        _FORWARD_SCAN[scan.grid](
-            k=k, v=v, h=h, **_gates(x, total), h0=initial, ht=last, **scan.arguments,
+        grid, arguments, h, last = _prepare_scan(x, pieces, k, dtype or k.dtype, ends=ends)
+        _FORWARD_SCAN[grid](
+            k=k, v=v, h=h, **_gates(x, total), h0=initial, ht=last, **arguments,
         )  # fmt: skip
         return h if last is None else last
 
@@ -203,9 +202,9 @@ class FlaLinearAttention(PieceKernel):
         """Return the gradients of the states after all chunks, or with ``starts`` of those before all pieces."""
         q, k, _, (total, *_), _, dout = local
         q, k, total, dout = map(pieces.split, (q, k, total, dout))
-        scan, dh, first = _prepare_scan(x, pieces, k, torch.float32, ends=starts)
-        _BACKWARD_SCAN[scan.grid](
-            q=q, **_gates(x, total), do=dout, dh=dh, dht=terminal, dh0=first, **scan.arguments, scale=x.scale,
+        grid, arguments, dh, first = _prepare_scan(x, pieces, k, torch.float32, ends=starts)
+        _BACKWARD_SCAN[grid](
+            q=q, **_gates(x, total), do=dout, dh=dh, dht=terminal, dh0=first, **arguments, scale=x.scale,
             HQ=k.shape[2], NG=1,
         )  # fmt: skip
         return dh if first is None else first
@@ -215,18 +214,13 @@ class FlaLinearAttention(PieceKernel):
 _FORWARD_SCAN, _BACKWARD_SCAN = cached_kernel(chunk_fwd_kernel_h), cached_kernel(chunk_bwd_kernel_dh)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    """Grid of `_FORWARD_SCAN` or `_BACKWARD_SCAN`, and its arguments other than the tensors of tokens and states."""
-
-    grid: Callable[[dict[str, Any]], tuple[int]]
-    arguments: dict[str, Any]
-
-
 def _prepare_scan(
     x: Inputs, pieces: Pieces, k: Tensor, dtype: torch.dtype, *, ends: bool
-) -> tuple[_Scan, Tensor, Tensor | None]:
-    """Return the scan over all pieces, memory for the states of all chunks in ``dtype``, and for one state per piece.
+) -> tuple[Callable[[dict[str, Any]], tuple[int]], dict[str, Any], Tensor, Tensor | None]:
+    """Prepare `_FORWARD_SCAN` or `_BACKWARD_SCAN` over all pieces.
+
+    Return the grid, the arguments other than the tensors of tokens and states, and memory for the states of all chunks
+    in ``dtype`` and for one state per piece.
 
     With ``ends`` the first memory has room for one state per piece only; without, the second is None.
     """
@@ -246,7 +240,7 @@ def _prepare_scan(
     def grid(tuned: dict[str, Any]) -> tuple[int]:
         return (-(-keys // tuned["BK"]) * -(-values // tuned["BV"]) * every * heads,)
 
-    return _Scan(grid, arguments), h, end
+    return grid, arguments, h, end
 
 
 @lru_cache(maxsize=4)

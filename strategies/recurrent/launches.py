@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -30,16 +29,9 @@ _ALIGNMENT = 16
 """Triton compiles for addresses that are multiples of so many bytes, or that are not."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A compiled kernel, and its arguments in order, with None instead of tensors."""
-
-    compiled: Any
-    arguments: list[Any]
-    tensors: list[tuple[int, str]]
-    """Index and name of the arguments that are tensors."""
-    values: dict[str, Any]
-    """Arguments by name, without the tensors: what a function that computes the grid reads."""
+_Launch = tuple[Any, list[Any], list[tuple[int, str]], dict[str, Any]]
+"""A compiled kernel; its arguments in order, with None instead of tensors; index and name of the arguments that are
+tensors; and the others by name, which a function that computes the grid reads."""
 
 
 class CachedKernel:
@@ -61,11 +53,12 @@ class CachedKernel:
         if launch is None:
             self._search(key, grid, arguments)
             return
-        ordered = launch.arguments.copy()
-        for index, name in launch.tensors:
+        compiled, cached_arguments, tensors, known = launch
+        ordered = cached_arguments.copy()
+        for index, name in tensors:
             ordered[index] = arguments[name]
-        blocks = grid(launch.values) if callable(grid) else grid
-        launch.compiled[(*blocks, 1, 1)[:3]](*ordered)
+        blocks = grid(known) if callable(grid) else grid
+        compiled[(*blocks, 1, 1)[:3]](*ordered)
 
     def _search(self, key: Any, grid: Any, arguments: dict[str, Any]) -> None:
         """Launch the kernel through Triton, and cache the compiled kernel and the arguments that Triton chose."""
@@ -90,7 +83,7 @@ class CachedKernel:
         for index, name in tensors:
             ordered[index] = None
             del values[name]
-        self._launches[key] = _Launch(compiled, ordered, tensors, values)
+        self._launches[key] = compiled, ordered, tensors, values
 
 
 def _specialisation(value: Any) -> Any:

@@ -34,10 +34,9 @@ from ..first_order import first_order
 from ..kernels.merge import wide_type
 from ..kernels.uncompiled import uncompiled
 from ..masks.layouts import LAYOUTS, Layout
-from ..transport.chain import Chain
 from ..transport.communicator import Communicator, Recoverable
 from ..transport.passes import in_pass
-from ..transport.ring_channel import Hop, HopRing
+from ..transport.ring_channel import Chain, Hop, HopRing
 from .kernel import (
     Carry,
     Inputs,

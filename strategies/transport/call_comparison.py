@@ -319,7 +319,9 @@ class CallComparison:
         calls, waited = self._calls, self._waited
         while self._obsolete:
             store.delete_key(self._obsolete.pop())
-        *waits, refused = _values(store, [*(f"{key}:waits:{rank}" for rank in range(self._size)), f"{key}:refused"])
+        keys = [*(f"{key}:waits:{rank}" for rank in range(self._size)), f"{key}:refused"]
+        values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+        *waits, refused = map(int, values)
         return refused or next((number for number in waits if number <= calls and number not in waited), 0)
 
     def _refused_in_memory(self) -> int:
@@ -345,10 +347,6 @@ def _hash_after(before: int, digest: int, documents: tuple[int, ...]) -> int:
     Only of integers: hashes of strings, and before Python 3.12 of None, differ between processes.
     """
     return hash((before, digest, documents))
-
-
-def _values(store: Any, keys: Sequence[str]) -> list[int]:
-    return [int(x) for x in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 
 
 class _Looks(Protocol):

@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import Unsupported
 from .call_comparison import compare_call, compares_calls, raise_if_refused
-from .collectives import Collective
 from .copy_engine import can_copy
 from .handshake import check_same_call, perform_handshake, require_same_call
 from .hop_comparison import hash_of_hops
 from .hosts import Hosts
 from .passes import NO_PASS, GroupPasses, Pass, passes_of
-from .ring_channel import Channel, Connect, HopRing, Meter
+from .ring_channel import Channel, Collective, Connect, HopRing, Meter
 from .torch_transport import torch_transport
 
 HOPS = ("auto", "nccl", "copy")

@@ -1,4 +1,4 @@
-"""Channels in which each rank sends to the next: a ring, and a ring of rings; and what every channel consists of."""
+"""Channels: a ring, a ring of rings, a line of ranks and collectives; and what every channel consists of."""
 
 from __future__ import annotations
 
@@ -272,3 +272,44 @@ class DoubleRing:
                 yield sender_window * self.window + position, travelled
             if hop is not None:
                 current = hop.wait()
+
+
+class Chain(Channel):
+    """Line of ranks, along which one message passes from the first to the last, each rank adding to it.
+
+    The first rank only sends, and the last only receives.
+    """
+
+    def receive(self, like: Tensor) -> Tensor:
+        """Receive a tensor of the shape and type of ``like`` from the rank before this one; wait for it."""
+        return self.transport.receive(self, like)
+
+    def send(self, tensor: Tensor) -> Hop:
+        """Start to send a tensor to the rank after this one; do not write to the tensor before `Hop.wait`."""
+        return self.transport.send(self, tensor.contiguous())
+
+
+class Collective(Channel):
+    """A channel in which every member exchanges data with all others at once, with a process group of its own."""
+
+    def all_to_all(self, tensor: Tensor) -> Hop:
+        """Start an all-to-all: ``tensor[i]`` goes to member i; piece i of the tensor that arrives is from member i."""
+        tensor = tensor.contiguous()
+        alone = self.size == 1
+        return Hop([], [tensor], [tensor]) if alone else self.transport.collective(self, "all_to_all", tensor)
+
+    def all_gather(self, tensor: Tensor) -> Hop:
+        """Start an all-gather: the one tensor that arrives is (size, *shape), with piece i from member i."""
+        tensor = tensor.contiguous()
+        if self.size == 1:
+            return Hop([], [tensor], [tensor.unsqueeze(0)])
+        return self.transport.collective(self, "all_gather", tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> Hop:
+        """Start a reduce-scatter: what arrives is the sum over all members of their ``tensor[i]``, i this rank's index.
+
+        The sum has the tensor's type; NCCL rounds to it at every addition, other backends once.
+        """
+        tensor = tensor.contiguous()
+        alone = self.size == 1
+        return Hop([], [tensor], [tensor[0]]) if alone else self.transport.collective(self, "reduce_scatter", tensor)

@@ -7,7 +7,6 @@ import pytest
 import ringprof
 from ringprof.analysis.attribution import RunInfo, merge_warnings, read_run_info
 from ringprof.analysis.timeline.window import EVERYTHING
-from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import Notice
@@ -175,7 +174,8 @@ def test_chosen_times_are_converted_to_each_rank_clock():
     info = RunInfo(
         trace_index={0: 0, 1: 1}, hosts={0: "a", 1: "b"}, clock_of={0: "a", 1: "b"}, warnings=(), world_size=2,
         expected=(0, 1), starts_ns={0: 1000, 1: 600}, chosen_ns=(10, 20),
-    ).align(Clocks(offset_ns={0: 0, 1: 500}, host={0: "a", 1: "b"}))  # fmt: skip
+        offset_ns={0: 0, 1: 500},
+    )  # fmt: skip
     assert info.chosen_by_rank() == {0: (1010, 1020), 1: (510, 520)}
 
 

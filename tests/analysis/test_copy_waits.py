@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ringprof
-from ringprof.analysis.copy_waits import CopyHop, count_unequal_hops, peers_of_ranks
+from ringprof.analysis.copy_waits import CopiedHop, count_unequal_hops, peers_of_ranks
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.errors import InputError
 from ringprof.run import write_run
@@ -281,8 +281,8 @@ def test_copies_and_nccl_have_the_same_losses():
 
 
 def test_different_hop_counts_of_two_ranks_are_a_warning() -> None:
-    def hop(channel: str, number: int, receiver: int) -> CopyHop:
-        return CopyHop(channel, number, number, 0, 1, number, 0, 0, 0, receiver)
+    def hop(channel: str, number: int, receiver: int) -> CopiedHop:
+        return CopiedHop(channel, number, number, 0, 1, number, 0, 0, 0, receiver)
 
     # Rank 0 posts three hops of kv, rank 1 two; of dkv both post one.
     hops = {

@@ -13,10 +13,10 @@ from ringprof.analysis.findings.parts import _waiting_share
 from ringprof.analysis.kinds.classify import classify
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Pair
-from ringprof.analysis.transfers.transfers import Message, _collective_sent_bytes, _messages
+from ringprof.analysis.transfers.transfers import _collective_sent_bytes, _messages
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.scale.pipeline import attribute
-from ringprof.trace.columns import CommRecord
+from ringprof.trace.columns import CommRecord, Message
 from ringprof.trace.kineto import parse_trace
 from tests.analysis.build import FLASH, Builder, collective, kind_names
 from tests.trace.kineto_text import document, kernel

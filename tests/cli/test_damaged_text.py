@@ -43,15 +43,15 @@ def few_and_many(few: int, many: int) -> list[object]:
 
 
 @pytest.mark.parametrize("count", few_and_many(40, 4000))
-@pytest.mark.parametrize("command", ["report", "logs"])
+@pytest.mark.parametrize("options", [(), ("--show", "rows")])
 def test_a_damaged_log_is_read_or_refused(
-    command: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, texts = tmp_path / "some.log", [log.read_bytes() for log in LOGS]
     for seed in range(count):
         chance = random.Random(seed)
         path.write_bytes(mutated(chance.choice(texts), chance, 40))
-        check([command, str(path)], capsys, seed)
+        check(["report", str(path), *options], capsys, seed)
 
 
 @pytest.mark.parametrize("count", few_and_many(20, 1000))

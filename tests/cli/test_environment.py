@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ringprof import cli
 from tests.paths import ROOT, TRACES
 from tests.tiers import tiered
 
@@ -62,7 +63,7 @@ def test_report_and_plot_in_unusual_environments(name: str, elsewhere: bytes, tm
 def test_output_files_have_the_requested_modes(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
-        assert ringprof(["export", RUN, "-o", "out.json.gz"], tmp_path, {})[0] == 0
+        assert cli.run(["export", RUN, "-o", str(tmp_path / "out.json.gz")]) == 0
     finally:
         os.umask(before)
     assert (tmp_path / "out.json.gz").stat().st_mode & 0o777 == 0o666 & ~mask

@@ -25,6 +25,10 @@ from tests.loaded import analysis
 from tests.paths import ROOT, TRACES
 
 RUN = str(TRACES / "h200x4-zigzag-65536")
+SORTED = "steps, idle, kernels, gemms, collectives, layers, annotations, hops"
+COMMANDS = [
+    ["report", RUN], ["report", str(TRACES), "--csv", "runs"], ["record", "--strategy", "ring", "--seq", "256"],
+]  # fmt: skip
 OTHER = str(TRACES / "h200x4-zigzag-65536-copied")
 
 
@@ -49,11 +53,11 @@ def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str
         (["report", RUN, "--csv", "brekdown"], "(did you mean 'breakdown'?)"),
         (
             ["report", RUN, "--top", "5"],
-            "--top 5: limits --steps, --idle, --kernels, --gemms, --collectives, --layers, --annotations and --hops",
+            f"--top 5: limits {SORTED}: add one of them with --show",
         ),
         (
             ["report", RUN, "--all"],
-            "--all: completes --steps, --idle, --kernels, --gemms, --collectives, --layers, --annotations and --hops",
+            f"--all: completes {SORTED}: add one of them with --show",
         ),
         (["report", RUN.replace("traces", "tracs")], "no such file or folder (did you mean 'traces'?)"),
         (["plot", "timline", RUN], "(did you mean 'timeline'?)"),
@@ -79,9 +83,9 @@ def test_command_without_arguments_prints_help(capsys: pytest.CaptureFixture[str
         (["bench", "--strategies", "zigzag", "--seq", "64", "--gpus=2"], "--world sets the number of ranks"),
         (["report", RUN, OTHER], f"set them side by side with: ringprof compare {quote(RUN)} {quote(OTHER)}"),
         (["report", f"{RUN}/run.json", OTHER], "these are 2 runs"),
-        (["report", RUN, "--sort", "exposed"], "ask for one of them"),
+        (["report", RUN, "--sort", "exposed"], "add one of them with --show"),
         (
-            ["report", RUN, "--steps", "--sort", "exposd"],
+            ["report", RUN, "--show", "steps", "--sort", "exposd"],
             "no such column (did you mean 'exposed'?); there are: block, ",
         ),
     ],
@@ -131,21 +135,12 @@ def test_colour_can_be_forced_and_disabled(
     assert code == 0 and ("\x1b[1m" in out) is colour
 
 
-def test_pipe_gets_all_columns_and_terminal_what_fits() -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [
-        sys.executable,
-        "-m",
-        "ringprof",
-        "report",
-        str(TRACES / "h200x4-burst-65536-two-hosts"),
-        "--hops",
-        "--all",
-    ]
-    piped, narrow = (
-        subprocess.run([*command, *more], capture_output=True, text=True, env=kept, check=True, cwd=ROOT).stdout
-        for more in ([], ["--width", "80"])
-    )
+def test_pipe_gets_all_columns_and_terminal_what_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    command = ["report", str(TRACES / "h200x4-burst-65536-two-hosts"), "--show", "hops", "--all"]
+    piped, narrow = (run(capsys, *command, *more)[1] for more in ([], ["--width", "80"]))
     assert "to  from     MB" in piped and "no room" not in piped and "…" not in piped
     assert "no room for" in narrow and max(map(len, narrow.splitlines())) <= 80
 
@@ -212,7 +207,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [["-m", "ringprof"], ["-c", "from ringprof.cli import main; main()"]])
-@pytest.mark.parametrize("arguments", [["report", RUN], ["runs"], ["record", "--strategy", "ring", "--seq", "256"]])
+@pytest.mark.parametrize("arguments", COMMANDS)
 def test_removed_current_folder_is_a_named_error(start: list[str], arguments: list[str], tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -29,12 +30,12 @@ def test_help_lists_every_command_once_under_its_heading(capsys: pytest.CaptureF
     assert list(sections)[-4:] == ["Analyze", "Record", "Plan", "List"] == list(GROUPS)
     listed = {heading: re.findall(r"^  ([a-z-]+) ", sections[heading], re.MULTILINE) for heading in GROUPS}
     assert listed == {
-        "Analyze": ["report", "compare", "plot", "export", "logs"],
+        "Analyze": ["report", "compare", "plot", "export"],
         "Record": ["record", "bench", "check", "calibrate"],
-        "Plan": ["predict", "advise", "tune", "settle", "what-if", "balance"],
-        "List": ["runs", "strategies", "kernels"],
+        "Plan": ["predict", "advise"],
+        "List": ["strategies", "kernels"],
     }
-    modules = {path.stem.replace("_", "-") for path in (ROOT / "ringprof" / "cli").glob("*.py")}
+    modules = {path.stem for path in (ROOT / "ringprof" / "cli").glob("*.py")}
     assert {name for names in listed.values() for name in names} == set(COMMANDS) <= modules
 
 
@@ -42,7 +43,7 @@ def test_help_loads_no_command() -> None:
     program = (
         "import sys\nfrom ringprof.cli import run\nrun(['--help'])\n"
         "loaded = [name for name in sys.modules if name.partition('.')[0] in ('numpy', 'pandas', 'rich', 'torch')]\n"
-        f"loaded += [name for name in {list(COMMANDS)} if 'ringprof.cli.' + name.replace('-', '_') in sys.modules]\n"
+        f"loaded += [name for name in {list(COMMANDS)} if 'ringprof.cli.' + name in sys.modules]\n"
         "sys.exit(str(loaded) if loaded else 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -50,7 +51,7 @@ def test_help_loads_no_command() -> None:
 
 def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "help") == run(capsys, "--help") == run(capsys)
-    assert run(capsys, "help", "what-if") == run(capsys, "what-if", "--help")
+    assert run(capsys, "help", "advise") == run(capsys, "advise", "--help")
     assert run(capsys, "help", "report")[1].startswith("Usage: ringprof report ")
     assert run(capsys, "version") == run(capsys, "--version")
     assert __version__ in run(capsys, "version")[1]
@@ -71,7 +72,7 @@ def test_path_in_the_place_of_a_command_is_reported(
 @pytest.mark.parametrize(
     ("name", "usual", "advanced"),
     [
-        ("report", {"--format", "--html", "--open", "--steps", "--fail-if", "--window"},
+        ("report", {"--format", "--html", "--open", "--show", "--fail-if", "--window"},
          {"--scheduler", "--max-memory", "--max-bytes", "--jobs", "--wall", "--iters", "--ranks-per-node"}),
         ("record", {"--strategy", "--seq", "--heads", "--world", "--iters", "--documents"},
          {"--cp-sizes", "--profile-iters", "--time-limit", "--softcap", "--mlp-size", "--ranks-per-node"}),
@@ -90,29 +91,63 @@ def test_advanced_options_have_a_heading_of_their_own(
     assert lower == {option.opts[-1] for option in command.params if isinstance(option, Advanced)}
 
 
-def test_former_spellings_work_and_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [
+        ("logs", "report FILE..."), ("runs", "report FOLDER"), ("settle", "compare FORECAST MEASURED..."),
+        ("tune", "bench --until-decided"), ("what-if", "predict --replay RUN"), ("balance", "advise without --machine"),
+    ],
+)  # fmt: skip
+def test_former_commands_name_the_new_one(
+    name: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = f"ringprof: {name} is now: ringprof {now}"
+    for arguments in ([name], [name, "traces", "--format", "json"], ["help", name]):
+        assert run(capsys, *arguments) == (2, "", f"{message}\n")
+    shutil.copytree(TRACES / "cpu4-burst-4096", tmp_path / name)
+    assert run(capsys, name) == (2, "", f"{message} (the path: ringprof report ./{name})\n")
+    code, out, _ = run(capsys, f"./{name}")
+    assert code == 0 and out.startswith("4 ranks")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "now"),
+    [
+        (["report", RUN, "--ranks-per-host", "2"], "--ranks-per-node"), (["predict", "--hosts=2"], "--nodes"),
+        (["advise", "--gpus-per-host", "2"], "--gpus-per-node"), (["predict", "--check", "x.csv"], "--against"),
+        (["report", RUN, "--hops"], "--show hops"), (["report", RUN, "--layers"], "--show layers"),
+    ],
+)  # fmt: skip
+def test_former_options_name_the_new_one(arguments: list[str], now: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and f"(now {now}; see: ringprof {arguments[0]} --help)" in err
+
+
+def test_numbers_are_described_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
-        assert "per-host" not in (text := run(capsys, name, "--help")[1]) and "--hosts" not in text, name
-    former, present = (
-        run(capsys, "report", RUN, option, "2", "--format", "json")[1]
-        for option in ("--ranks-per-host", "--ranks-per-node")
-    )
-    assert json.loads(former) == json.loads(present) != json.loads(run(capsys, "report", RUN, "--format", "json")[1])
+        text = " ".join(run(capsys, name, "--help")[1].split())
+        assert not re.search(r"RANGE|\[[^]]*[<>]=?[^]]*\]|per-host|--hosts", text), name
+    assert "[default: 1; from 1 to 65,536]" in " ".join(run(capsys, "predict", "--help")[1].split())
     problem = ["predict", "--strategy", "ring", "--seq", "64", "--machine", "h200"]
-    for options in (["--hosts", "0"], ["--nodes=0"], ["--gpus-per-host=0"], ["--gpus-per-node", "0"]):
-        code, _, err = run(capsys, *problem, *options)
-        assert code == 2 and re.search(r"Invalid value for '--(nodes|gpus-per-node)': 0 is not in the range", err)
+    cases = (
+        ("--nodes", "0", "0 is not from 1 to 65,536"), ("--heads", "0", "0 is not at least 1"),
+        ("--nic", "0", "0.0 is not above 0"), ("--nic", "x", "'x' is not a number"),
+    )  # fmt: skip
+    for option, value, words in cases:
+        code, _, err = run(capsys, *problem, option, value)
+        assert code == 2 and f"Invalid value for '{option}': {words} (see:" in err
 
 
-def test_former_kernels_measure_says_where_it_went(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--device", "cpu", "--seq", "16", "--heads", "1", "--head-dim", "8", "--format", "json")
-    code, former, err = run(capsys, "kernels", "--measure", *sizes)
-    note = "kernels --measure is now calibrate --rates, and will go with the next release"
-    assert (code, err) == (0, f"ringprof: {note}\n")
-    code, present, err = run(capsys, "calibrate", "--rates", *sizes)
-    assert (code, err) == (0, "")
-    kernels = [[(rate["kernel"], rate["mask"]) for rate in json.loads(text)["rates"]] for text in (former, present)]
-    assert kernels[0] == kernels[1] and json.loads(present)["schema"] == "ringprof.kernel-rates/1"
+def test_commands_and_options_stay_few() -> None:
+    """Twelve commands, and at most 275 options as their help pages list them, ``--help`` included."""
+    context = click.Context(group)
+    commands = [group.get_command(context, name) for name in group.list_commands(context)]
+    listed = [
+        option for command in commands if command is not None for option in command.get_params(click.Context(command))
+        if isinstance(option, click.Option) and not option.hidden
+    ]  # fmt: skip
+    assert len(commands) == 12 and len(listed) <= 275
 
 
 @pytest.mark.parametrize(

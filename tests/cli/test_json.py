@@ -14,17 +14,15 @@ from ringprof import cli
 from ringprof.common.json_object import json_text
 from ringprof.proof.result import TensorCheck
 from tests.cli.test_width import CHECK
-from tests.paths import ROOT, TRACES
+from tests.paths import ROOT
 
 
 @pytest.mark.parametrize(
     ("command", "schema", "rows", "fields"),
     [
-        ("runs TRACES", "runs", "rows",
-         "path created strategy seq world_size ranks_per_host kernel dtype iteration_ms tflops verified"),
-        ("balance --seq 64 --documents 40,24 --world 4", "balance", "rows",
+        ("advise --seq 64 --documents 40,24 --gpus-per-node 4", "balance", "rows",
          "strategy params reason layout busiest steps needed"),
-        ("balance --seq 64 --documents 40,24 --world 4 --cp-sizes 2,4 --tokens-per-rank 16", "cp-sizes", "rows",
+        ("advise --seq 64 --documents 40,24 --gpus-per-node 4 --cp-sizes 2,4 --tokens-per-rank 16", "cp-sizes", "rows",
          "ranks size documents documents_share tokens_share flops_share sequences steps filled busiest time_ns reason"),
         ("kernels", "kernels", "rows",
          "kernel here types head_dim tried windows documents softcap deterministic delta grouped_heads proofs"),
@@ -40,7 +38,7 @@ def test_json_has_the_fields_of_its_schema(
     monkeypatch.setattr("ringprof.cli.check.run_check", lambda _: CHECK)
     monkeypatch.setattr("ringprof.prediction.measured_rates.WARM_UP", 0)
     monkeypatch.setattr("ringprof.prediction.measured_rates.CALLS", 1)
-    cli.run([*(str(TRACES) if word == "TRACES" else word for word in command.split()), "--format", "json"])
+    cli.run([*command.split(), "--format", "json"])
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == f"ringprof.{schema}/1"
     assert document[rows] and all(set(row) == set(fields.split()) for row in document[rows])

@@ -1,4 +1,4 @@
-"""Packed documents and windows on the command line: recording, the report of it, `balance` and `kernels`."""
+"""Packed documents and windows on the command line: recording, the report of it, `advise` and `kernels`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_contradictory_mask_options_are_a_one_line_error(
 
 
 def test_balance_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["balance", "--seq", "64", "--documents", "40,24", "--world", "4"]
+    command = ["advise", "--seq", "64", "--documents", "40,24", "--gpus-per-node", "4"]
     assert cli.run([*command, "--format", "json"]) == 0
     rows = {
         (row["strategy"], row["params"].get("documents_layout")): row

@@ -57,7 +57,7 @@ PROGRAMS = {
     "record": ["record", "--strategy", "zigzag", *RECORD, "-o", "here/run.json"],
     "check": CHECK,
     "capture": [],
-    "report": ["report", RUN, "--steps", "--format", "json", "-o", "report.json", "--html", "page.html"],
+    "report": ["report", RUN, "--show", "steps", "--format", "json", "-o", "report.json", "--html", "page.html"],
     "report of many ranks": ["report", "many", "--jobs", "2", "--format", "json", "-o", "report.json"],
     "export": ["export", RUN, "-o", "out.json.gz"],
     "compare": ["compare", RUN, OTHER, "--html", "page.html"],

@@ -119,15 +119,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("encoding", "ascii_only"), [("utf-8", False), ("ascii", True), ("latin-1", True)])
-def test_report_uses_the_encoding_of_stdout(encoding, ascii_only):
-    done = subprocess.run(
-        [sys.executable, "-m", "ringprof", "report", FOLDER],
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.decode(encoding)
+def test_report_uses_the_encoding_of_stdout(encoding, ascii_only, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
+    assert cli.run(["report", FOLDER]) == 0
+    text = written.getvalue().decode(encoding)
     assert text.isascii() == ascii_only
     assert "\x1b" not in text
 

@@ -92,7 +92,7 @@ def test_failed_condition_is_told_in_its_own_unit(capsys):
 
 
 def test_annotations_of_a_cpu_run_say_why_there_are_none(capsys):
-    out = report(capsys, "--annotations", path=ROOT / "traces" / "cpu4-burst-4096")[1]
+    out = report(capsys, "--show", "annotations", path=ROOT / "traces" / "cpu4-burst-4096")[1]
     assert "annotations: not on CPU: they are the times of ranges on a device" in " ".join(out.split())
 
 
@@ -105,7 +105,7 @@ def test_condition_applies_to_a_kernel_table(capsys):
 def test_further_tables_are_shown_on_request(capsys):
     _, plain, _ = report(capsys)
     assert "ring steps" not in plain
-    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall", "--kernels", "--annotations", "--all")
+    code, out, _ = report(capsys, "--show", "steps,hops,waterfall,kernels,annotations", "--all")
     assert code == 0
     for title in ("ring steps", "hops", "waterfall", "kernels", "annotations"):
         assert any(line.startswith(title) for line in out.splitlines())
@@ -116,7 +116,7 @@ def test_further_tables_are_shown_on_request(capsys):
 
 
 def test_a_step_row_shows_the_json_reports_figures(capsys):
-    _, out, _ = report(capsys, "--steps", "--all")
+    _, out, _ = report(capsys, "--show", "steps", "--all")
     step = json.loads(report(capsys, "--format", "json")[1])["steps"][0]
     row = next(line for line in out.splitlines() if line.startswith("rank 0 fwd 0")).split()
     times = [step["block_ns"], step["end_ns"] - step["start_ns"]]

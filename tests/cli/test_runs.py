@@ -1,4 +1,4 @@
-"""The command ``ringprof runs``: the runs that it lists, and those that it omits."""
+"""A folder of several runs in ``ringprof report``: the runs that it lists, those that it omits, and the newest."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from pathlib import Path
 import pytest
 
 from ringprof import cli
+from ringprof.cli.runs import RUN_COLUMNS
 from ringprof.run import read_run
 from tests.loaded import analysis
 from tests.paths import TRACES
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = cli.run(["runs", *arguments])
+    code = cli.run(["report", *arguments])
     return code, *capsys.readouterr()
 
 
 def test_every_committed_run_is_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, str(TRACES), "--format", "json")
-    rows = json.loads(out)["rows"]
+    report = json.loads(out)
+    rows = report["runs"]
+    assert report["schema"] == "ringprof.report/1" and set(rows[0]) == set(RUN_COLUMNS)
+    newest = json.loads(run(capsys, rows[0]["path"], "--format", "json")[1])
+    assert {name: value for name, value in report.items() if name != "runs"} == newest
     assert (code, err) == (0, "")
     assert {row["path"] for row in rows} == {str(path.parent) for path in TRACES.glob("*/run.json")}
     times = [row["created"] for row in rows]
@@ -33,19 +38,21 @@ def test_every_committed_run_is_listed_newest_first(capsys: pytest.CaptureFixtur
         assert row["tflops"] == pytest.approx(rates.tflops)
         assert row["iteration_ms"] == pytest.approx((rates.slowest_median_ns or 0) / 1e6)
         assert row["strategy"] == getattr(read_run(Path(row["path"]) / "run.json").strategy, "name", None)
-    assert len(list(csv.DictReader(io.StringIO(run(capsys, str(TRACES), "--format", "csv")[1])))) == len(rows)
+    assert len(list(csv.DictReader(io.StringIO(run(capsys, str(TRACES), "--csv", "runs")[1])))) == len(rows)
 
 
 def test_list_of_runs_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, str(TRACES))
+    out, newest, report = out.partition("the newest of these 31 runs: ")
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+    assert newest and report.startswith(f"{TRACES}/h200x2-burst-524288-fa3\n\n2 ranks")
     assert "521.7 TFLOP/s" in out and "262,144" in out
 
 
 def test_list_says_which_results_were_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = json.loads(run(capsys, str(TRACES), "--format", "json")[1])["rows"]
-    heading, *lines = run(capsys, str(TRACES))[1].splitlines()
+    rows = json.loads(run(capsys, str(TRACES), "--format", "json")[1])["runs"]
+    heading, *lines = run(capsys, str(TRACES))[1].partition("\n\nthe newest")[0].splitlines()
     assert heading.endswith("verified")
     shown = {line.split()[0]: line.split()[-1] for line in lines}
     assert shown == {row["path"]: {True: "yes", None: "no"}[row["verified"]] for row in rows}
@@ -61,9 +68,24 @@ def test_invalid_run_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.C
     assert run(capsys, str(tmp_path / "good"))[0] == 0
 
 
-@pytest.mark.parametrize(("name", "message"), [("nowhere", "no such folder"), ("", "no runs here")])
-def test_folder_without_runs_is_an_error(
-    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = run(capsys, str(tmp_path / name))
-    assert code == 2 and message in err and err.count("\n") == 1
+def test_folders_that_are_no_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Groups of one job are one run; a run is no list; several folders are one list."""
+    for name in ("rank0", "ranks1-2"):
+        shutil.copytree(TRACES / "cpu4-burst-4096", tmp_path / "job" / name)
+    for path in (tmp_path / "job", TRACES / "cpu4-burst-4096"):
+        code, _, err = run(capsys, str(path), "--csv", "runs")
+        assert code == 2 and "no table runs: give a folder of several runs" in err
+    code, _, err = run(capsys, str(tmp_path / "nowhere"))
+    assert code == 2 and "no such file or folder" in err and err.count("\n") == 1
+    shutil.copytree(TRACES / "cpu4-zigzag-4096-two-hosts", tmp_path / "others" / "newer")
+    shutil.copytree(TRACES / "cpu4-burst-4096", tmp_path / "some" / "older")
+    _, out, _ = run(capsys, str(tmp_path / "some"), str(tmp_path / "others"))
+    assert f"the newest of these 2 runs: {tmp_path}/others/newer\n" in out
+
+
+def test_runs_are_written_as_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    assert run(capsys, str(TRACES), "--parquet", "runs", "-o", str(tmp_path / "runs.parquet"))[0] == 0
+    frame = pandas.read_parquet(tmp_path / "runs.parquet")
+    assert list(frame.columns) == list(RUN_COLUMNS) and len(frame) == 31

@@ -152,14 +152,14 @@ def dense(q, k, v):
 """Attention that is wrong, as it ignores the other ranks' tokens; checking it takes as long as a right one."""
 COMMANDS = {
     "reading": [
-        ["report", RUN, "--steps", "--html", "page.html"],
+        ["report", RUN, "--show", "steps", "--html", "page.html"],
         ["report", RUN, "--format", "json", "-o", "report.json"],
         ["compare", RUN, OTHER, "--html", "page.html"],
         ["export", RUN, "-o", "out.json.gz"],
         ["plot", "breakdown", RUN, "-o", "out.png"],
-        ["logs", LOG, "--format", "json", "-o", "out.json"],
-        ["runs", str(TRACES)],
-        ["balance", "--seq", "64k", "--documents", "lognormal:mean=8192,sigma=1.2,seed=7", "--window-size", "4096"],
+        ["report", LOG, "--show", "rows", "--format", "json", "-o", "out.json"],
+        ["report", str(TRACES), "--csv", "runs"],
+        ["advise", "--seq", "64k", "--documents", "lognormal:mean=8192,sigma=1.2,seed=7", "--window-size", "4096"],
         ["kernels", "--format", "json", "-o", "out.json"],
         ["strategies", "burst"],
     ],
@@ -167,7 +167,7 @@ COMMANDS = {
         ["predict", *WORKLOAD, "--strategy", "burst", "-o", "predicted"],
         ["predict", "--like", RUN, "--machine", "h200", "-o", "predicted"],
         ["advise", *WORKLOAD, "--html", "page.html"],
-        ["what-if", RUN, "--hops", "copy"],
+        ["predict", "--replay", RUN, "--hops", "copy"],
         ["calibrate", RUN, "-o", "machine.json"],
     ],
     "recording": [
@@ -288,7 +288,7 @@ def test_signal_at_any_moment_ends_a_command(group: str, many: Path, tmp_path: P
     """Send signals at random moments: 200 per group, or RINGPROF_SIGNALS."""
     if group in ("recording", "prediction"):
         pytest.importorskip("torch")
-    commands = COMMANDS.get(group, [["report", str(many), "--jobs", "2", "--steps"]])
+    commands = COMMANDS.get(group, [["report", str(many), "--jobs", "2", "--show", "steps"]])
     wrong = []
     for index, (arguments, number, after_s, to_all) in enumerate(moments(commands, tmp_path, MOMENTS)):
         problem = disturb(arguments, tmp_path / str(index), number, after_s, group=to_all)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import BashComplete, get_completion_class
 
 from ringprof import cli
+from ringprof.cli.commands import group
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, ListOf, Tokens
 from tests.paths import ROOT
 from tests.recording.command import HANGS_S
@@ -35,7 +37,7 @@ def test_invalid_token_counts_are_refused(text: str) -> None:
     ("arguments", "message"),
     [
         (["advise", "--seq", "1m", "--machine", "h100", "--nic", "50GB"], "'--nic': '50GB' is not a number ("),
-        (["balance", "--seq", "64k", "--world", "x"], "'--world': 'x' is not a whole number ("),
+        (["advise", "--seq", "64k", "--nodes", "x"], "'--nodes': 'x' is not a whole number ("),
     ],
 )
 def test_text_in_place_of_a_number_is_refused(
@@ -62,16 +64,17 @@ def test_completion_names_equal_the_registries() -> None:
         ("ringprof bench --strategies burst,u", ["burst,ulysses", "burst,usp"]),
         ("ringprof record --kernel c", ["cudnn", "cpu-flash"]),
         ("ringprof strategies dou", ["double-ring"]),
-        ("ringprof report --ste", ["--steps"]),
+        ("ringprof report --sho", ["--show"]),
+        ("ringprof report --show hops,ste", ["hops,steps"]),
     ],
 )
-def test_completion_of_commands_options_and_names(words: str, completed: list[str]) -> None:
-    variables = {"_RINGPROF_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['ringprof']; from ringprof.cli import main; main()"],
-        capture_output=True, text=True, env={**os.environ, **variables}, check=False, cwd=ROOT,
-    )  # fmt: skip
-    assert [line.split(",", 1)[1] for line in done.stdout.splitlines()] == completed, done.stderr
+def test_completion_of_commands_options_and_names(
+    words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    lines = BashComplete(group, {}, "ringprof", "_RINGPROF_COMPLETE").complete().splitlines()
+    assert [line.split(",", 1)[1] for line in lines] == completed
 
 
 BASH = """
@@ -126,8 +129,7 @@ def test_guide_has_a_completion_line_for_every_shell() -> None:
 
 def test_list_value_is_one_completion_in_fish() -> None:
     """Check the script for fish, which splits an answer at the first comma only, without running fish."""
-    variables = {**os.environ, "_RINGPROF_COMPLETE": "fish_source"}
-    done = subprocess.run(
-        [sys.executable, "-m", "ringprof"], capture_output=True, text=True, env=variables, check=False, cwd=ROOT
-    )
-    assert 'string split -m 1 "," $completion' in done.stdout
+    fish = get_completion_class("fish")
+    assert fish is not None
+    script = fish(group, {}, "ringprof", "_RINGPROF_COMPLETE").source()
+    assert 'string split -m 1 "," $completion' in script

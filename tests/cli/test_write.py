@@ -121,7 +121,7 @@ def test_full_disk_leaves_the_existing_file(tmp_path: Path) -> None:
     [
         (["report", RUN, "--fail-if", "exposed_comm < 0"], "stdout", 141),
         (["--help"], "stdout", 141),
-        (["runs", "--help"], "stdout", 141),
+        (["kernels", "--help"], "stdout", 141),
         (["report", "/no/such"], "stdout", 2),
         (["report", "/no/such"], "stderr", 2),
         (["report", RUN, "--fail-if", "exposed_comm > 0"], "stderr", 1),

@@ -23,10 +23,11 @@ from ringprof.analysis.kinds.user_rules import parse_rules
 from ringprof.dryrun.schedule import Schedule
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import parse_calibration
+from ringprof.prediction.measured import read_rows, unknown_columns
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
 from ringprof.prediction.query import Query
-from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
+from ringprof.prediction.score import check_rows, check_text
 from ringprof.prediction.text import prediction_text
 from ringprof.report.text import TextStyle
 from ringprof.workload.documents import document_lengths
@@ -182,7 +183,7 @@ def read_names(text: str) -> None:
     """Check that no output about the trace contains commands for the program that shows it."""
     with in_file(text, "rank0.json") as path:
         folder = Path(path).parent
-        output_of(["report", path, "--steps", "--hops", "--kernels", "--annotations"])
+        output_of(["report", path, "--show", "steps,hops,kernels,annotations"])
         output_of(["report", path, "--format", "markdown"])
         output_of(["compare", path, path, "--mixed-runs"])
         cells = output_of(["report", path, "--csv", "kernels"]) + output_of(["compare", path, path, "--format", "csv"])

@@ -21,7 +21,7 @@ COUNTS = {
 
 
 NEEDED = {"machine": "torch", "measurements": "torch", "names": "bokeh"}
-FEW = {reader: min(12, count // 200) for reader, count in COUNTS.items()}
+FEW = {reader: min(5, count // 200) for reader, count in COUNTS.items()}
 
 
 def can_read(reader: str) -> bool:

@@ -13,7 +13,7 @@ pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is not instal
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ringprof.integrations.lightning import MonitorCallback, ProveCallback, _lightning
+from ringprof.integrations.lightning import LIGHTNING, MonitorCallback, ProveCallback
 from ringprof.strategies import Unsupported, create
 from ringprof.training.monitor import Monitor
 from tests.strategies.ranks import run_ranks
@@ -22,7 +22,7 @@ from tests.strategies.ranks import run_ranks
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 
 
-class Linear(_lightning().LightningModule):  # type: ignore[misc]
+class Linear(LIGHTNING.LightningModule):  # type: ignore[misc]
     """A linear layer, whose training fails at a given batch."""
 
     def __init__(self, fails_at: int = -1) -> None:
@@ -38,7 +38,7 @@ class Linear(_lightning().LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-class Logger(_lightning().loggers.CSVLogger):  # type: ignore[misc]
+class Logger(LIGHTNING.loggers.CSVLogger):  # type: ignore[misc]
     """A logger that keeps what it gets."""
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class Logger(_lightning().loggers.CSVLogger):  # type: ignore[misc]
 
 def fit(module: Any, callback: Any, folder: Path, **options: Any) -> Logger:
     logger = Logger(folder)
-    _lightning().Trainer(
+    LIGHTNING.Trainer(
         accelerator="cpu", max_epochs=1, callbacks=[callback], logger=logger, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, **options,
     ).fit(module, torch.ones(8, 1, 8))  # fmt: skip

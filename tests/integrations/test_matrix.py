@@ -33,6 +33,7 @@ from ringprof.integrations.batches import shard_batch
 from ringprof.integrations.transformers import use_with_trainer
 from tests.integrations.test_transformers import DOCUMENTS, build, parallelism_on_cpu, restarting, whole_batch
 from tests.paths import ROOT
+from tests.strategies.cases import relative_error
 from tests.strategies.ranks import run_ranks
 
 # Lightning, datasets and TRL use what others call deprecated.
@@ -275,10 +276,10 @@ def trainer(case: str, rank: int, model: Any, strategy: Any, parallelism: Any, f
 
 
 def trl(case: str, rank: int, model: Any, strategy: Any, parallelism: Any, folder: str) -> list[float]:
-    from datasets import Dataset
+    from datasets import Dataset, concatenate_datasets
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer, pack_dataset
 
     words = {f"w{number}": number for number in range(64)}
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -286,13 +287,17 @@ def trl(case: str, rank: int, model: Any, strategy: Any, parallelism: Any, folde
     )
 
     def dataset(parts: list[Batch]) -> Any:
-        lists = []
+        lists: list[dict[str, list[int]]] = []
         for row in rows(parts):
             length = int(row.get("attention_mask", row["input_ids"].bool() | True).sum())
-            lists.append({name: row[name][:length].tolist() for name in ("input_ids", "labels")})
-            if case == "packed documents":
-                lists[-1]["seq_lengths"] = [end - begin for begin, end in pairwise(DOCUMENTS)]
-        return Dataset.from_list(lists)
+            ends = pairwise(DOCUMENTS if case == "packed documents" else (0, length))
+            lists += [{name: row[name][a:b].tolist() for name in ("input_ids", "labels")} for a, b in ends]
+        if case != "packed documents":
+            return Dataset.from_list(lists)
+        starts = range(0, len(lists), len(DOCUMENTS) - 1)
+        packs = [pack_dataset(Dataset.from_list(lists[i : i + starts.step]), DOCUMENTS[-1]) for i in starts]
+        assert all(len(pack) == 1 for pack in packs)
+        return concatenate_datasets(packs)
 
     arguments = arguments_of(
         SFTConfig, case, folder, parallelism, padding_free=case == "packed documents", max_length=None, bf16=False,
@@ -338,7 +343,7 @@ def _errors(rank: int, row: str, cases: tuple[str, ...], folder: str) -> list[An
         assert len(losses) == len(right_losses) and len(gradients) == STEPS, (case, losses, len(gradients))
         loss_error = max(abs(own / expected - 1) for own, expected in zip(losses, right_losses, strict=True))
         results.append((loss_error, max(
-            float((own - expected).norm() / expected.norm())
+            relative_error(own, expected)
             for step, expected_step in zip(gradients, right, strict=True)
             for own, expected in zip(step, expected_step, strict=True)
         )))  # fmt: skip

@@ -14,8 +14,7 @@ pytest.importorskip("torch", reason="the record extra is not installed")
 
 import torch
 
-from ringprof.strategies import Unsupported
-from tests.strategies.ranks import run_ranks
+from tests.strategies.ranks import refusal, run_ranks
 
 missing = [name for name in ("torchtitan", "triton", "datasets", "tensorboard") if find_spec(name) is None]
 pytestmark = [
@@ -132,14 +131,11 @@ def _refusals(rank: int) -> list[str]:
         ({**off, "cp_enabled": False}, eager), (off, compiled),
     ):  # fmt: skip
         spec = titan.with_strategy(_config(titan), "zigzag").model_spec
-        with pytest.raises(Unsupported) as error:
-            spec.parallelize_fn(None, parallel_dims=SimpleNamespace(**dims), compile_config=compile_config)
-        messages.append(str(error.value))
+        options = {"parallel_dims": SimpleNamespace(**dims), "compile_config": compile_config}
+        messages.append(refusal(spec.parallelize_fn, None, **options))
     config = _config(titan)
     config.model_spec.model.layers = [SimpleNamespace(attention=None)]
-    with pytest.raises(Unsupported) as error:
-        titan.with_strategy(config, "zigzag")
-    return [*messages, str(error.value)]
+    return [*messages, refusal(titan.with_strategy, config, "zigzag")]
 
 
 def test_what_would_be_wrong_is_refused_by_name() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringprof.integrations.batches import shard_batch
-from ringprof.integrations.transformers import register, use_with_trainer
-from ringprof.strategies import Unsupported, create
-from tests.strategies.ranks import run_ranks
+from ringprof.integrations.transformers import register
+from ringprof.strategies import create
+from tests.strategies.ranks import refusal, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -110,64 +110,33 @@ def _step(rank: int, family: str, strategy: str, batch: dict[str, Tensor], optio
     return mean_over_ranks(model, model(**shard_batch(batch, created)).loss)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("strategy", ["zigzag", "ulysses"])
-def test_loss_and_gradients_equal_those_of_one_process(family: str, strategy: str) -> None:
-    batch = whole_batch(2)
-    loss, grads = truth(family, batch)
-    for mean, own in run_ranks(2, _step, family, strategy, batch, {}):
+BATCH: dict[str, dict[str, Tensor]] = {
+    "whole": whole_batch(2),
+    "packed": {**whole_batch(1), "position_ids": restarting()},
+    # A length that does not divide, which is padded.
+    "61 tokens": {**whole_batch(2, 61), "attention_mask": torch.ones(2, 61, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "batch", "options"),
+    [
+        *((family, strategy, "whole", {}) for family in FAMILIES for strategy in ("zigzag", "ulysses")),
+        *(
+            (family, "zigzag", "packed", {"documents_layout": layout})
+            for family in ("llama", "gpt-oss, sinks")
+            for layout in ("auto", "packed", "per_document", "dealt")
+        ),
+        ("llama", "zigzag", "61 tokens", {}),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_equal_those_of_one_process(family: str, strategy: str, batch: str, options: Any) -> None:
+    """Positions that restart separate documents."""
+    loss, grads = truth(family, BATCH[batch], DOCUMENTS if batch == "packed" else None)
+    for mean, own in run_ranks(2, _step, family, strategy, BATCH[batch], options):
         assert mean == pytest.approx(loss, rel=1e-5)
         assert worst(own, grads) < 1e-5
-
-
-@pytest.mark.parametrize("layout", ["auto", "packed", "per_document", "dealt"])
-@pytest.mark.parametrize("family", ["llama", "gpt-oss, sinks"])
-def test_positions_that_restart_separate_documents(family: str, layout: str) -> None:
-    batch = whole_batch(1)
-    loss, grads = truth(family, batch, DOCUMENTS)
-    packed = {**batch, "position_ids": restarting()}
-    for mean, own in run_ranks(2, _step, family, "zigzag", packed, {"documents_layout": layout}):
-        assert mean == pytest.approx(loss, rel=1e-5)
-        assert worst(own, grads) < 1e-5
-
-
-def test_a_length_that_does_not_divide_is_padded() -> None:
-    batch = whole_batch(2, 61)
-    loss, grads = truth("llama", batch)
-    mask = torch.ones(2, 61, dtype=torch.long)
-    for mean, own in run_ranks(2, _step, "llama", "zigzag", {**batch, "attention_mask": mask}, {}):
-        assert mean == pytest.approx(loss, rel=1e-5)
-        assert worst(own, grads) < 1e-5
-
-
-def _recomputed(rank: int, batch: dict[str, Tensor]) -> Any:
-    strategy = create("zigzag")
-    register(strategy)
-    model = build("llama", "ringprof").train()
-    model.activation_checkpointing_enable()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        for _ in range(2):
-            (model(**shard_batch(batch, strategy)).loss / 2).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-            parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().numpy() for parameter in model.parameters()]
-
-
-def test_recomputed_layers_and_accumulated_gradients_train_as_one_process() -> None:
-    batch = whole_batch(2)
-    model = build("llama", "eager").train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for parameters in run_ranks(2, _recomputed, batch):
-        for own, right in zip(parameters, model.parameters(), strict=True):
-            torch.testing.assert_close(torch.from_numpy(own), right.detach(), rtol=1e-4, atol=1e-6)
 
 
 def _refusals(rank: int) -> list[str]:
@@ -188,15 +157,9 @@ def _refusals(rank: int) -> list[str]:
         lambda: shard_batch({**batch, "pixels": torch.ones(2, 7)}, strategy),
         lambda: shard_batch({"labels": batch["labels"]}, strategy),
     ]
-    messages = []
-    for call in refused:
-        with pytest.raises(Unsupported) as error:
-            call()
-        messages.append(str(error.value))
+    messages = [refusal(call) for call in refused]
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(Unsupported) as error:
-        model(**shard_batch(batch, strategy))
-    return [*messages, str(error.value)]
+    return [*messages, refusal(model, **shard_batch(batch, strategy))]
 
 
 def test_what_would_be_wrong_is_refused_by_name() -> None:
@@ -227,19 +190,6 @@ def parallelism_on_cpu(rank: int, ranks: int = 2) -> tuple[Any, Any]:
     return strategy, ParallelismConfig(cp_size=2, dp_shard_size=ranks // 2)
 
 
-def _trained(rank: int, folder: str) -> Any:
-    strategy, parallelism = parallelism_on_cpu(rank)
-    model = build("llama", "ringprof")
-    trainer = transformers.Trainer(
-        model,
-        trainer_arguments(folder, parallelism_config=parallelism, ddp_backend="gloo"),
-        train_dataset=examples(),
-    )
-    use_with_trainer(trainer, strategy)
-    result = trainer.train()
-    return result.training_loss, [parameter.detach().numpy() for parameter in model.parameters()]
-
-
 def examples() -> list[dict[str, Tensor]]:
     batch = whole_batch(8)
     return [{name: value[row] for name, value in batch.items()} for row in range(8)]
@@ -252,14 +202,3 @@ def trainer_arguments(folder: str, **options: Any) -> Any:
         optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, activation_checkpointing=True, report_to=[],
         save_strategy="no", logging_strategy="no", use_cpu=True, disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
-
-
-def test_a_trainer_trains_as_on_one_process(tmp_path: Any) -> None:
-    results = run_ranks(2, _trained, str(tmp_path))
-    model = build("llama", "eager")
-    result = transformers.Trainer(model, trainer_arguments(str(tmp_path)), train_dataset=examples()).train()
-    # Each rank's loss is that of its own tokens, scaled so that the mean over ranks is that of the batch.
-    assert sum(loss for loss, _ in results) / 2 == pytest.approx(result.training_loss, rel=1e-4)
-    for _, parameters in results:
-        for own, right in zip(parameters, model.parameters(), strict=True):
-            torch.testing.assert_close(torch.from_numpy(own), right.detach(), rtol=1e-4, atol=1e-6)

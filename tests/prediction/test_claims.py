@@ -1,4 +1,4 @@
-"""Claims of docs/prediction-accuracy.md on errors on committed data, part by part, by benchmarks/prediction.py."""
+"""Claims of docs/prediction-accuracy.md on errors on committed data, part by part, by dev/benchmarks/prediction.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
-from benchmarks import prediction
-from benchmarks.prediction import Score
+from dev.benchmarks import prediction
+from dev.benchmarks.prediction import Score
 from ringprof.errors import UsageError
 from ringprof.prediction import network
 from ringprof.prediction.calibration import read_calibration
@@ -245,7 +245,7 @@ def test_transformer_engines_ring_is_as_fast_on_32_as_on_16_b200() -> None:
 
 def test_intervals_hold_four_of_five_published_rows_of_every_family() -> None:
     """The bundled spreads are those of the committed table; rows of a log that beats the kernel are apart."""
-    table = prediction.read_csv(ROOT / "benchmarks" / "data" / "prediction_scores.csv")
+    table = prediction.read_csv(ROOT / "dev" / "benchmarks" / "data" / "prediction_scores.csv")
     scores = [score for part in ("h100", "b200", "a800") for score in table[part]]
     for machine, spreads in prediction.family_spreads(scores).items():
         bundled = {name: value.value for name, value in read_calibration(machine).family_spread.items()}
@@ -276,10 +276,10 @@ def test_rows_scored_apart_are_those_of_a_log_that_beats_the_kernel() -> None:
 
 def two_gpus_as_many(column: str) -> dict[tuple[str, ...], float]:
     """Return how far two GPUs are off by session, strategy, kernel, transport, tokens, heads and recording."""
-    table = prediction.read_csv(ROOT / "benchmarks" / "data" / "prediction_scores.csv")
+    table = prediction.read_csv(ROOT / "dev" / "benchmarks" / "data" / "prediction_scores.csv")
     recorded = {score.name: score.measured for part in ("runs", "eight") for score in table[part]}
     errors = {}
-    with open(ROOT / "benchmarks" / "data" / "two_gpus_as_many.csv", encoding="utf-8", newline="") as file:
+    with open(ROOT / "dev" / "benchmarks" / "data" / "two_gpus_as_many.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             many = [float(row[name]) for name in ("four_ms", "four_again_ms") if row[name]]
             many += [recorded[Path(row["recording"]).name]] if row["recording"] else []

@@ -1,4 +1,4 @@
-"""The commands predict, what-if, calibrate and check; a prediction is read like a recorded run."""
+"""The commands predict and calibrate; a prediction is read like a recorded run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_a_prediction_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "predicted"
     code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))
-    assert code == 0 and out.startswith("PREDICTED: zigzag on 4 x NVIDIA H200") and "in four of five cases" in out
+    first, _, text = out.partition("\n")
+    assert code == 0 and first.startswith("Predicted from the calibration h200 for the workload of ")
+    assert "PREDICTED: zigzag on 4 x NVIDIA H200" in text and "in four of five cases" in text
     assert err == f"Wrote {folder}: ringprof report {shlex.quote(str(folder))}\n"
     predicted = read_run(folder / "run.json")
     assert predicted.predicted is not None and predicted.predicted.machine == "h200"
@@ -105,14 +107,14 @@ def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME or --like RUN"),
+        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME, --like RUN or --replay RUN"),
         (("predict", "--machine", "h200", "--strategy", "zigzag"), "the sequence length is needed"),
         (("predict", "--machine", "h201", *SMALL), "no machine 'h201' (did you mean 'h200'?); there are: h200"),
-        (("predict", "--machine", "h200", *SMALL, "--heads", "0"), "'--heads': 0 is not in the range"),
-        (("advise", "--machine", "h100", "--seq", "64k", "--heads", "0"), "'--heads': 0 is not in the range"),
+        (("predict", "--machine", "h200", *SMALL, "--heads", "0"), "'--heads': 0 is not at least 1"),
+        (("advise", "--machine", "h100", "--seq", "64k", "--heads", "0"), "'--heads': 0 is not at least 1"),
         (("predict", "--machine", "h100", *SMALL, "--nic", "nan"), "'nan' is not a finite number"),
         (("predict", "--machine", "h200", *SMALL, "--strategy", "dcp"), "strategy 'dcp' is for decode"),
-        (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
+        (("predict", "--replay", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
         (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
         (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
         (("predict", "--machine", "h200", *SMALL, "--nodes", "2"), "Sockets cannot be predicted"),
@@ -120,10 +122,10 @@ def test_prediction_over_hosts_has_one_clock_and_a_predicted_note(tmp_path: Path
         (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
         (("predict", "--machine", "h200", "--like", str(TRACES / "cpu4-burst-4096")), "CPU processes"),
         (("predict", "--machine", ZIGZAG + "/run.json", *SMALL), "not a calibration"),
-        (("what-if", ZIGZAG, "--link", "nic=2x"), "write intra-node or inter-node"),
-        (("what-if", ZIGZAG, "--slow", "9=2"), "no such rank"),
-        (("what-if", ZIGZAG, "--slow", "1=fast"), "not a factor"),
-        (("what-if", str(TRACES / "cpu4-burst-4096"), "--kernel-speed", "2x"), "CPU processes"),
+        (("predict", "--replay", ZIGZAG, "--link", "nic=2x"), "write intra-node or inter-node"),
+        (("predict", "--replay", ZIGZAG, "--slow", "9=2"), "no such rank"),
+        (("predict", "--replay", ZIGZAG, "--slow", "1=fast"), "not a factor"),
+        (("predict", "--replay", str(TRACES / "cpu4-burst-4096"), "--kernel-speed", "2x"), "CPU processes"),
         (("calibrate", str(TRACES / "cpu4-burst-4096"), "-o", "unwritten.json"), "CPU processes"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value[-2:]),
@@ -136,39 +138,39 @@ def test_impossible_prediction_is_a_one_line_error(
 
 
 def test_what_if_estimates_the_effect_of_a_change(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--slow", "3=1.25")
+    code, out, _ = run(capsys, "predict", "--replay", ZIGZAG, "--format", "json", "--slow", "3=1.25")
     report = json.loads(out)
     assert code == 0 and abs(report["replay_error"]) < 0.02
     # The ring goes at the pace of its slowest rank; nine tenths of the time are blocks.
     assert report["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
-    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel-speed", "1.1x")
+    _, out, _ = run(capsys, "predict", "--replay", ZIGZAG, "--format", "json", "--kernel-speed", "1.1x")
     assert -0.1 < json.loads(out)["change"] < -0.07
 
 
 def test_predicted_copied_hops_match_the_recorded_ones(capsys: pytest.CaptureFixture[str]) -> None:
     """From the run with NCCL's hops; the recorded one with copied hops took 75.15 ms in its profiled iteration."""
-    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--hops", "copy")
+    _, out, _ = run(capsys, "predict", "--replay", ZIGZAG, "--format", "json", "--hops", "copy")
     assert json.loads(out)["changed_ms"] == pytest.approx(75.15, rel=0.05)
 
 
 def test_what_if_with_another_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """Nearly all of the time is attention, and cuDNN takes 0.62 of flash-attn 2's time for such blocks on H200."""
-    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel", "flash-attn")
+    _, out, _ = run(capsys, "predict", "--replay", ZIGZAG, "--format", "json", "--kernel", "flash-attn")
     slower = json.loads(out)
     assert 1.5 < slower["changed_ms"] / slower["replayed_ms"] < 1.75
-    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel", "flash-attn-3")
+    _, out, _ = run(capsys, "predict", "--replay", ZIGZAG, "--format", "json", "--kernel", "flash-attn-3")
     faster = json.loads(out)
     assert 0.83 < faster["changed_ms"] / faster["replayed_ms"] < 0.93
-    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel", "cudnn")
+    _, out, _ = run(capsys, "predict", "--replay", ZIGZAG, "--format", "json", "--kernel", "cudnn")
     assert json.loads(out)["changed_ms"] == json.loads(out)["replayed_ms"]
-    code, _, err = run(capsys, "what-if", ZIGZAG, "--kernel", "flex")
+    code, _, err = run(capsys, "predict", "--replay", ZIGZAG, "--kernel", "flex")
     assert code == 2 and "no curves of kernel 'flex': it has cudnn" in err
 
 
 def test_what_if_with_ten_times_faster_sockets(capsys: pytest.CaptureFixture[str]) -> None:
     """The wire is the bound of this run: 1,631 ms of which the blocks take 60."""
     path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
-    _, out, _ = run(capsys, "what-if", path, "--format", "json", "--link", "other_host=10x")
+    _, out, _ = run(capsys, "predict", "--replay", path, "--format", "json", "--link", "other_host=10x")
     assert json.loads(out)["changed_ms"] == pytest.approx(163, rel=0.15)
 
 
@@ -179,7 +181,7 @@ def test_replay_with_changes_says_how_sure_and_what_changed(tmp_path: Path, caps
         # So slow that computation does not hide the copies.
         known["same_host"]["copy_gb_s"].update(value=40.0, spread=spread)
         (tmp_path / "machine.json").write_text(json.dumps(known))
-        arguments = ("what-if", ZIGZAG, "--hops", "copy", "--machine", str(tmp_path / "machine.json"))
+        arguments = ("predict", "--replay", ZIGZAG, "--hops", "copy", "--machine", str(tmp_path / "machine.json"))
         _, out, _ = run(capsys, *arguments, "--format", "json")
         answer = json.loads(out)
         replayed, changed, (low, high) = answer["replayed_ms"], answer["changed_ms"], answer["range_ms"]
@@ -196,7 +198,8 @@ def test_replay_with_changes_says_how_sure_and_what_changed(tmp_path: Path, caps
 
 def test_link_names_of_the_command_line_are_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
-    answers = [run(capsys, "what-if", path, "--link", f"{name}=2x")[1] for name in ("inter-node", "other_host")]
+    links = "inter-node", "other_host"
+    answers = [run(capsys, "predict", "--replay", path, "--link", f"{name}=2x")[1] for name in links]
     assert answers[0] == answers[1]
     assert "wire between" in answers[0].partition("change ")[2]
 
@@ -214,7 +217,7 @@ def test_all_to_all_times_follow_links_and_hosts(capsys: pytest.CaptureFixture[s
         (("--link", "same_host=0.1x"), 9 * wire_ms),
         (("--ranks-per-node", "2", "--machine", "h100"), 8 * 2 * piece / 43e6 - wire_ms),
     ):
-        _, out, _ = run(capsys, "what-if", path, "--format", "json", *options)
+        _, out, _ = run(capsys, "predict", "--replay", path, "--format", "json", *options)
         report = json.loads(out)
         assert report["changed_ms"] - report["replayed_ms"] == pytest.approx(expected_ms, rel=0.05)
 
@@ -308,8 +311,8 @@ def test_a_machine_with_a_rate_of_0_is_refused(
     [
         (("predict", "--like", ZIGZAG, "--seq", "64k"), "--seq beside --like: leave one of them out"),
         (("predict", "--like", ZIGZAG, "--strategy", "ring"), "--strategy beside --like: leave one of them out"),
-        (("predict", "--check", "no.csv", "--kernel", "cudnn"), "--kernel beside --check: leave one of them out"),
-        (("what-if", ZIGZAG, "--link", "other_host=2x"), "--link inter-node: the run has one node"),
+        (("predict", "--against", "no.csv", "--kernel", "cudnn"), "--kernel beside --against: leave one of them out"),
+        (("predict", "--replay", ZIGZAG, "--link", "other_host=2x"), "--link inter-node: the run has one node"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -365,7 +368,7 @@ def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixt
         "theirs,magi,131072,64,128,16,2,False,fwd,fa3,61.33,\n"
     )
     code, out, _ = run(
-        capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400", "--format", "json"
+        capsys, "predict", "--against", str(table), "--machine", "h100", "--nic", "400", "--format", "json"
     )
     rows = {row["name"]: row for row in json.loads(out)["rows"]}
     assert code == 0
@@ -375,13 +378,13 @@ def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixt
     assert flags["short"] == ["above_peak", "length"]
     assert "is what 131072 tokens take, not 524288" in rows["short"]["flags"][1]["message"]
     assert rows["theirs"]["predicted_ms"] is None and "ringprof has not" in rows["theirs"]["reason"]
-    _, out, _ = run(capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400")
+    _, out, _ = run(capsys, "predict", "--against", str(table), "--machine", "h100", "--nic", "400")
     assert "PREDICTED ms" in out and "3 of 5 rows flagged" in out
 
 
 def test_file_that_is_not_a_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    code, _, err = run(capsys, "predict", "--check", str(tmp_path / "table.csv"), "--machine", "h100")
+    code, _, err = run(capsys, "predict", "--against", str(tmp_path / "table.csv"), "--machine", "h100")
     assert code == 2 and "not a table of measurements" in err and err.count("\n") == 1
 
 

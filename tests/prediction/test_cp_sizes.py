@@ -134,8 +134,8 @@ def test_a_document_takes_the_time_that_predict_says() -> None:
 
 def test_the_command_prints_every_size(capsys: pytest.CaptureFixture[str]) -> None:
     command = [
-        "balance", "--seq", "1m", "--documents", "lognormal:mean=16384,sigma=0.8,seed=3", "--world", "8", "--cp-sizes",
-        "1,2,8", "--tokens-per-rank", "32k",
+        "advise", "--seq", "1m", "--documents", "lognormal:mean=16384,sigma=0.8,seed=3", "--cp-sizes", "1,2,8",
+        "--tokens-per-rank", "32k",
     ]  # fmt: skip
     assert cli.run([*command, "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -154,12 +154,18 @@ def test_the_command_prints_every_size(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--cp-sizes", "1,8"], "--cp-sizes needs --documents"),
         (["--cp-sizes", "1,8", "--documents", "512x2"], "--cp-sizes needs --tokens-per-rank"),
-        (["--documents", "512x2", "--machine", "h200"], "--machine goes with --cp-sizes"),
+        (
+            ["--documents", "512x2", "--machine", "h200", "--tokens-per-rank", "1k"],
+            "--tokens-per-rank goes with --cp-sizes",
+        ),
+        (["--documents", "512x2", "--nic", "400"], "--nic goes with --machine"),
+        (["--cp-sizes", "1,8", "--oversubscription", "2"], "--oversubscription: not with --cp-sizes"),
+        (["--cp-sizes", "1,8", "--kv-heads", "8"], "--kv-heads: not with --cp-sizes and no --machine"),
         (["--cp-sizes", "8", "--documents", "512x2", "--tokens-per-rank", "1k", "--no-causal"], "with a causal mask"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["balance", "--seq", "1024", *options]) == 2
+    assert cli.run(["advise", "--seq", "1024", *options]) == 2
     assert message in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_what_fits_in_measured_nodes_has_no_warning(capsys: pytest.CaptureFixtur
     code, out, _ = run(capsys, "predict", *options)
     answer = json.loads(out)
     assert code == 0 and answer["fits"] is True and answer["warnings"] == []
-    assert [warning.code for warning in warnings_of(predicted("zigzag", 2, 32))] == ["larger_node"]
+    assert [warning["code"] for warning in warnings_of(predicted("zigzag", 2, 32))] == ["larger_node"]
 
 
 def test_nodes_larger_than_measured_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:

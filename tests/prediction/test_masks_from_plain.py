@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="a dry run needs it")
 
-from benchmarks.prediction import plain_masks, without_masks
+from dev.benchmarks.prediction import plain_masks, without_masks
 from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.kernel_model import OutsideCalibration

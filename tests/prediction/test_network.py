@@ -72,7 +72,7 @@ def test_h200_hop_times_equal_measurements() -> None:
     """Messages from 64 MiB, in communicators of 2 and 4, of one and two tensors: within 16 %, 7 % on average."""
     links = Links(read_calibration("h200"), Cluster(gpus_per_host=8))
     errors = []
-    with open(ROOT / "benchmarks" / "data" / "h200_links.csv", encoding="utf-8") as file:
+    with open(ROOT / "dev" / "benchmarks" / "data" / "h200_links.csv", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             size, count = int(row["mib_each_way"]) * MIB, int(row["tensors"])
             if size >= 64 * MIB:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="a dry run needs it")
 
-from benchmarks import prediction
+from dev.benchmarks import prediction
 from ringprof import cli
 from ringprof.dryrun.schedule import AttentionOp, CommStart
 from ringprof.errors import UnsupportedWorkloadError
@@ -78,7 +78,7 @@ def test_runs_of_peers_are_predicted_or_refused_in_a_true_line(name: str) -> Non
             predict(query, machine, schedule_of)
     else:
         result = predict(query, machine, schedule_of)
-        said = [warning.message for warning in warnings_of(result) if warning.code == "stand_in"]
+        said = [warning["message"] for warning in warnings_of(result) if warning["code"] == "stand_in"]
         assert said == (
             [] if name == "torch-cp"
             else [f"{name} is predicted as ringprof's {result.query.strategy}: its own code cannot be dry-run"]

@@ -11,6 +11,12 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 from tests.paths import DATA
 from tests.prediction.test_commands import run
 
+
+def settings(**values: object) -> list[str]:
+    """Return the options that complete a log's settings."""
+    return [word for name, value in values.items() for word in ("--setting", f"{name}={value}")]
+
+
 LOG = next((DATA / "logs").glob("000_*"))
 
 
@@ -23,9 +29,9 @@ def test_rates_above_the_flash_kernel_are_flagged(tmp_path: Path, capsys: pytest
     """
     log = tmp_path / "te.txt"
     log.write_text("".join(LOG.read_text().splitlines(keepends=True)[:7]))
-    options = ["--heads", "40", "--head-dim", "128", "--world", "32", "--causal"]
-    assert "above_kernel" not in run(capsys, "logs", str(log), *options)[1]
-    code, out, _ = run(capsys, "logs", str(log), *options, "--machine", "a800")
+    options = settings(heads=40, head_dim=128, world=32, causal=True)
+    assert "above_kernel" not in run(capsys, "report", str(log), *options)[1]
+    code, out, _ = run(capsys, "report", str(log), *options, "--machine", "a800")
     output = " ".join(out.split())
     assert code == 0
     assert "224 TFLOP/s per GPU, the kernel alone reaches 206 at its best [above_kernel]" in output
@@ -40,6 +46,6 @@ def test_time_of_another_sequence_length_is_detected(tmp_path: Path, capsys: pyt
         "# Ulysses\n| B | Seq Len | FWD (ms) | FWD+BWD (ms) | Memory (MB) | TFLOPs/s |\n"
         "|---|---|---|---|---|---|\n| 1 | 524288 | 61.33 | 227.0 | 1000 | 100 |\n"
     )
-    options = ["--heads", "64", "--head-dim", "128", "--world", "16", "--no-causal", "--nic", "400"]
-    _, out, _ = run(capsys, "logs", str(log), *options, "--machine", "h100")
+    options = [*settings(heads=64, head_dim=128, world=16, causal=False), "--setting", "nic=400"]
+    _, out, _ = run(capsys, "report", str(log), *options, "--machine", "h100")
     assert "is what 131072 tokens take, not 524288 [length]" in " ".join(out.split())

@@ -11,8 +11,8 @@ pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 import msgspec
 
 from ringprof.dryrun.schedule import AttentionOp
-from ringprof.kernel_rates import block_times, bundled_rates
-from ringprof.prediction.calibration import BUNDLED, Calibration, KernelFigures, KernelSample, read_calibration
+from ringprof.kernel_rates import BUNDLED, block_times, bundled_rates
+from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, read_calibration
 from ringprof.prediction.fit import schedule_of_run
 from ringprof.prediction.machine import Curves, with_rates
 from ringprof.prediction.network import Cluster

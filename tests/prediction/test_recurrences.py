@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="dry runs need torch")
 
 import torch
 
-from benchmarks import recurrent_prediction
+from dev.benchmarks import recurrent_prediction
 from ringprof.cli import run as run_command
 from ringprof.dryrun.schedule import CommStart, MemoryOp, RecurrenceOp
 from ringprof.errors import UnsupportedWorkloadError, UsageError
@@ -26,6 +26,7 @@ from ringprof.prediction.advise import advise
 from ringprof.prediction.as_run import write_prediction
 from ringprof.prediction.calibration import (
     Calibration,
+    RecurrencePoint,
     calibration_json,
     parse_calibration,
     read_calibration,
@@ -34,9 +35,9 @@ from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.measure_recurrences import (
     RecurrenceCase,
-    RecurrenceSample,
     curves_from,
     measure_recurrences,
+    measured_curve,
     recurrence_cases,
 )
 from ringprof.prediction.microbenchmark import Bench
@@ -137,7 +138,7 @@ def test_a_chain_of_two_ranks_matches_on_both() -> None:
 def test_memory_is_the_peak_of_the_allocator(
     operator: Operator, tokens: int, inputs_mib: int, measured_gib: float
 ) -> None:
-    """`benchmarks/recurrent_speed.py` on H200, gdn on an H100: what a call allocates beside its inputs."""
+    """`dev/benchmarks/recurrent_speed.py` on H200, gdn on an H100: what a call allocates beside its inputs."""
     workload = Workload(seq=2 * tokens, heads=16, kv_heads=16, head_dim=128, operator=operator)
     peak_bytes = max(program.peak_bytes for program in schedule("state-scan", workload, 2).programs)
     assert peak_bytes / 2**20 - inputs_mib == pytest.approx(1024 * measured_gib, rel=0.02)
@@ -150,14 +151,14 @@ def made_up(operators: tuple[Operator, ...] = ("gdn",)) -> Calibration:
     """Return an H200 whose recurrences take a time for each token and head."""
     kernels = {"gdn": "gated_delta_rule", "simple-gla": "simple_gla", "gla": "gla"}
     samples = [
-        RecurrenceSample(
-            "fla", case.operator, phase, part, case.tokens, case.heads, case.receives, case.sends,
-            ns * case.tokens * case.heads, 0.01, HOST_US,
+        measured_curve(
+            "fla", case, phase, part,
+            RecurrencePoint(case.tokens, ns * case.tokens * case.heads, 0.01, HOST_US), "made up",
         )
         for case in recurrence_cases([kernels[name] for name in operators])
         for (phase, part), ns in NS_PER_TOKEN_AND_HEAD.items()
     ]  # fmt: skip
-    return msgspec.structs.replace(read_calibration("h200"), recurrences=curves_from(samples, "made up"))
+    return msgspec.structs.replace(read_calibration("h200"), recurrences=curves_from(samples))
 
 
 def part(tokens: int, heads: int, **changes: Any) -> RecurrenceOp:

@@ -236,7 +236,7 @@ def test_overlapped_ring_needs_no_more_memory_than_a_waiting_one(
     ],
 )  # fmt: skip
 def test_memory_of_zigzag_on_two_gpus(seq: int, heads: int, kv_heads: int, kernel: str, copied: int, nccl: int) -> None:
-    """Results of benchmarks/strategy_speed.py on 2 H200, in MiB."""
+    """Results of dev/benchmarks/strategy_speed.py on 2 H200, in MiB."""
     workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
     for hops, measured in (("copy", copied), ("nccl", nccl)):
         programs = schedule("zigzag", workload, 2, kernel=kernel, hops=hops).programs
@@ -248,7 +248,7 @@ def test_memory_of_zigzag_on_two_gpus(seq: int, heads: int, kv_heads: int, kerne
     [(16384, 40, 40, 1285), (131072, 40, 40, 10272), (32768, 32, 8, 1254), (131072, 24, 4, 3411)],
 )
 def test_memory_of_zigzag_with_flash_attn_3(seq: int, heads: int, kv_heads: int, measured: int) -> None:
-    """Results of benchmarks/strategy_speed.py on 2 H100 with copied hops, in MiB; counters of tiles are left out."""
+    """Results of dev/benchmarks/strategy_speed.py on 2 H100 with copied hops, in MiB, without counters of tiles."""
     workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
     programs = schedule("zigzag", workload, 2, kernel="flash-attn-3", hops="copy").programs
     assert 0 <= measured - max(program.peak_bytes for program in programs) / 2**20 < 0.0025 * measured

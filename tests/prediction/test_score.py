@@ -12,8 +12,9 @@ pytest.importorskip("torch", reason="names of strategies and kernels")
 
 from ringprof.errors import InputError, UsageError
 from ringprof.prediction.calibration import KernelSample, assumed_calibration, read_calibration
+from ringprof.prediction.measured import read_rows, unknown_columns
 from ringprof.prediction.network import Cluster
-from ringprof.prediction.score import check_rows, read_rows, unknown_columns
+from ringprof.prediction.score import check_rows
 from tests.prediction.test_kernel_model import block, law
 
 ROW = {"strategy": "zigzag", "seq_global": "65536", "heads": "40", "n_gpus": "8", "time_ms": "40"}
@@ -26,7 +27,7 @@ def query_of(**changes: str) -> tuple[Any, str]:
         raise UsageError("reached")
 
     (checked,) = check_rows([{**ROW, **changes}], read_calibration("h200"), refuse, Cluster())
-    return checked.row.query, "" if checked.reason == "reached" else checked.reason
+    return checked.measured.query, "" if checked.reason == "reached" else checked.reason
 
 
 @pytest.mark.parametrize(

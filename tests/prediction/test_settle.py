@@ -12,7 +12,11 @@ import pytest
 
 pytest.importorskip("torch", reason="names of strategies and kernels")
 
-from ringprof.prediction.settle import Forecast, Observation, Score, Subject, read_forecasts
+from ringprof.errors import InputError
+from ringprof.prediction.measured import Measured
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.query import Query
+from ringprof.prediction.score import Scored, read_forecasts
 from ringprof.run import read_run, write_run
 from ringprof.workload.workload import Workload
 from tests.paths import TRACES
@@ -60,25 +64,25 @@ def test_error_and_interval_follow_from_the_run(
     measured = median_ms(ZIGZAG)
     low, middle, high = (factor * measured for factor in factors)
     path = save(tmp_path, forecast_of(ZIGZAG, (low, middle, high)))
-    code, out, _ = run(capsys, "settle", path, str(ZIGZAG), "--format", "json")
+    code, out, _ = run(capsys, "compare", path, str(ZIGZAG), "--format", "json")
     answer = json.loads(out)
     (score,) = answer["scores"]
     assert (
         code == 0 and answer["schema"] == "ringprof.settlement/1" and (answer["inside"], answer["count"]) == (inside, 1)
     )
     assert score["error"] == pytest.approx(factors[1] - 1, abs=1e-5) and score["inside"] is inside
-    _, out, _ = run(capsys, "settle", path, str(ZIGZAG))
+    _, out, _ = run(capsys, "compare", path, str(ZIGZAG))
     words = f"{abs(factors[1] - 1):.1%}".replace("%", " %") + (" too long" if factors[1] > 1 else " too short")
     assert words in out and ("inside the interval" if inside else "outside the interval") in " ".join(out.split())
 
 
 def test_deviations_are_those_of_a_lognormal() -> None:
     """The 90th percentile of a normal distribution lies 1.2816 standard deviations above its median."""
-    subject = Subject("zigzag", Workload(seq=1, heads=1, kv_heads=1, head_dim=1), 1, 1, None, None, {})
-    forecast = Forecast("", subject, "h200", "", 100 / math.exp(0.1), 100, 100 * math.exp(0.1))
-    at_p90 = Score(forecast, Observation("x", subject, 100 * math.exp(0.1)))
+    query = Query("zigzag", Workload(seq=1, heads=1, kv_heads=1, head_dim=1), Cluster(1, 1))
+    predicted = 100 / math.exp(0.1), 100.0, 100 * math.exp(0.1)
+    at_p90 = Scored(Measured("x", query, 100 * math.exp(0.1)), predicted)
     assert at_p90.deviations == pytest.approx(1.2816) and at_p90.inside
-    assert Score(forecast, Observation("x", subject, 100 / math.exp(0.2))).deviations == pytest.approx(-2 * 1.2816)
+    assert Scored(Measured("x", query, 100 / math.exp(0.2)), predicted).deviations == pytest.approx(-2 * 1.2816)
 
 
 TABLE = """id,strategy,seq_global,heads,kv_heads,head_dim,n_gpus,hosts,causal,pass,kernel,hardware,time_ms
@@ -102,7 +106,7 @@ def test_rows_of_a_table_are_scored_only_where_they_are_what_was_predicted(
     table = tmp_path / "table.csv"
     table.write_text(TABLE.format(heads=workload.heads, kv=workload.kv_heads, ms=100.0))
     path = save(tmp_path, forecast_of(ZIGZAG, (90.0, 110.0, 120.0)))
-    code, out, _ = run(capsys, "settle", path, str(table), str(ZIGZAG), "--format", "json")
+    code, out, _ = run(capsys, "compare", path, str(table), str(ZIGZAG), "--format", "json")
     answer = json.loads(out)
     assert code == 0
     assert [(score["source"], score["error"]) for score in answer["scores"]][:1] == [(f"{table}:2", 0.1)]
@@ -124,36 +128,47 @@ def test_advice_and_predicted_folders_are_forecasts(tmp_path: Path, capsys: pyte
     ring["question"]["strategy"] = "ring"
     choices = [{"label": "ring", **ring}, {"label": "zigzag, hops by NCCL", **right}]
     path = save(tmp_path, {"schema": "ringprof.advice/1", "choices": choices})
-    code, out, _ = run(capsys, "settle", path, str(ZIGZAG), "--format", "json")
+    code, out, _ = run(capsys, "compare", path, str(ZIGZAG), "--format", "json")
     assert code == 0 and [score["forecast"] for score in json.loads(out)["scores"]] == ["zigzag, hops by NCCL"]
     folder = tmp_path / "predicted"
     folder.mkdir()
     assert run(capsys, "predict", "--like", str(ZIGZAG), "--machine", "h200", "-o", str(folder))[0] == 0
     saved = tmp_path / "saved.json"
     saved.write_text(run(capsys, "predict", "--like", str(ZIGZAG), "--machine", "h200", "--format", "json")[1])
-    answers = [json.loads(run(capsys, "settle", str(name), str(ZIGZAG), "--format", "json")[1])
+    answers = [json.loads(run(capsys, "compare", str(name), str(ZIGZAG), "--format", "json")[1])
                for name in (folder, saved)]  # fmt: skip
+    # A predicted run is compared as any other, and scored.
+    assert answers[0]["schema"] == "ringprof.compare/1" and answers[1]["schema"] == "ringprof.settlement/1"
+    _, text, _ = run(capsys, "compare", str(folder), str(ZIGZAG))
+    assert "TFLOP/s" in text and "the interval" in text.splitlines()[-1]
+    table = tmp_path / "table.csv"
+    workload = read_run(ZIGZAG / "run.json").workload
+    assert workload is not None
+    table.write_text(TABLE.format(heads=workload.heads, kv=workload.kv_heads, ms=median_ms(ZIGZAG)))
+    rows = json.loads(run(capsys, "compare", str(folder), str(table), "--format", "json")[1])
+    assert rows["schema"] == "ringprof.settlement/1" and rows["scores"][0]["source"] == f"{table}:2"
+    answers[0] = answers[0]["scores"]
     assert answers[0]["scores"][0]["error"] == pytest.approx(answers[1]["scores"][0]["error"], abs=1e-4)
 
 
 def test_what_is_no_forecast_or_no_measurement_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "settle", str(ZIGZAG), str(ZIGZAG))
-    assert code == 2 and "a recorded run, not a prediction" in err
+    with pytest.raises(InputError, match="a recorded run, not a prediction"):
+        read_forecasts(str(ZIGZAG))
     path = save(tmp_path, forecast_of(ZIGZAG, (70.0, 80.0, 90.0)))
     other = str(TRACES / "h200x4-ring-262144")
-    code, _, err = run(capsys, "settle", path, other)
+    code, _, err = run(capsys, "compare", path, other)
     assert code == 2 and "nothing to score" in err and "strategy ring instead of zigzag" in err
-    code, _, err = run(capsys, "settle", save(tmp_path, forecast_of(ZIGZAG, (90.0, 80.0, 70.0))), str(ZIGZAG))
+    code, _, err = run(capsys, "compare", save(tmp_path, forecast_of(ZIGZAG, (90.0, 80.0, 70.0))), str(ZIGZAG))
     assert code == 2 and "not a saved prediction" in err
     elsewhere = forecast_of(ZIGZAG, (70.0, 80.0, 90.0))
     elsewhere["question"]["device"] = "NVIDIA H100 80GB HBM3"
-    code, _, err = run(capsys, "settle", save(tmp_path, elsewhere), str(ZIGZAG))
+    code, _, err = run(capsys, "compare", save(tmp_path, elsewhere), str(ZIGZAG))
     assert code == 2 and "device H200 instead of H100" in err
     damaged: list[Any] = [{"schema": "ringprof.prediction/1"}, {"schema": "ringprof.prediction/1", "question": []}, []]
     for damage in damaged:
-        code, _, err = run(capsys, "settle", save(tmp_path, damage), str(ZIGZAG))
+        code, _, err = run(capsys, "compare", save(tmp_path, damage), str(ZIGZAG))
         assert code == 2 and err.count("\n") == 1 and "Traceback" not in err
-    _, _, err = run(capsys, "settle", save(tmp_path, damaged[0]), str(ZIGZAG))
+    _, _, err = run(capsys, "compare", save(tmp_path, damaged[0]), str(ZIGZAG))
     assert "it has no field 'question'" in err
 
 
@@ -162,6 +177,6 @@ def test_a_run_without_timings_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "mine").mkdir()
     write_run(msgspec.structs.replace(recorded, timings=None, traces=[]), tmp_path / "mine" / "run.json")
     path = save(tmp_path, forecast_of(ZIGZAG, (70.0, 80.0, 90.0)))
-    code, _, err = run(capsys, "settle", path, str(tmp_path / "mine"))
+    code, _, err = run(capsys, "compare", path, str(tmp_path / "mine"))
     assert code == 2 and "no iteration was timed" in err
-    assert read_forecasts(path)[0].p50_ms == 80.0
+    assert read_forecasts(path)[0].predicted_ms[1] == 80.0

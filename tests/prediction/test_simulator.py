@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from ringprof.dryrun.schedule import AttentionOp, CommStart, CommWait, ComputeOp, MemoryOp, Op, Program, StreamWait
-from ringprof.prediction.simulator import BlockTime, Timeline, Transfer, simulate
+from ringprof.prediction.simulator import BlockTime, LinkTransfer, Timeline, simulate
 from ringprof.run import Work
 
 NOTHING = Work(block_flops=0, block_calls={}, sent=[])
@@ -67,8 +67,8 @@ class Machine:
     def host_ns_per_op(self, program: Program) -> list[float]:
         return [self.host_ns] * len(program.ops)
 
-    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> Transfer:
-        return Transfer(sum(comm_op.messages), self.rate, self.latency_ns, (("out", sender), ("in", receiver)))
+    def transfer(self, comm_op: CommStart, sender: int, receiver: int) -> LinkTransfer:
+        return LinkTransfer(sum(comm_op.messages), self.rate, self.latency_ns, (("out", sender), ("in", receiver)))
 
     def collective_ns(self, comm_op: CommStart) -> float:
         return self.collective_time_ns

@@ -23,6 +23,7 @@ from ringprof.ranks.progress import SilentReporter
 from ringprof.recording import RecordRequest
 from ringprof.report.text import TextStyle
 from ringprof.trials import tune as tuning_module
+from ringprof.trials import turns
 from ringprof.trials.tune import Trial, Tuning, tune, tuning_dict, tuning_text
 from ringprof.workload.workload import Workload
 
@@ -62,7 +63,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Times]
 
     def with_times(times: Times) -> Machine:
         recorder = Machine(tmp_path, times)
-        monkeypatch.setattr(tuning_module, "record", recorder.record)
+        monkeypatch.setattr(turns, "record", recorder.record)
         return recorder
 
     return with_times
@@ -177,11 +178,11 @@ def test_a_failed_choice_is_named(machine: Callable[[Times], Machine]) -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [("h200x2-tune-131072", 3), ("h200x2-tune-131072-decided", 2)])
-def test_settle_scores_the_predictions_of_a_tuning(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_scores_the_predictions_of_a_tuning(name: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Choices recorded on 2 H200: each prediction against the median of its own recordings."""
     path = DATA / f"{name}.json"
     trials = json.loads(path.read_text())["trials"]
-    assert run(["settle", str(path), str(path), "--format", "json"]) == 0
+    assert run(["compare", str(path), str(path), "--format", "json"]) == 0
     scores = json.loads(capsys.readouterr().out)["scores"]
     expected = {
         trial["label"]: trial["forecast"]["iteration_ms"]["p50"] / median(map(median, trial["iterations_ms"])) - 1
@@ -207,16 +208,16 @@ def test_a_choice_recorded_on_gpus_is_dropped_by_the_t_test_of_its_rounds() -> N
 
 @pytest.mark.processes
 def test_tuning_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two strategies on two ranks, verified; `settle` says that a CPU has no predictions."""
+    """Two strategies on two ranks, verified; `compare` says that a CPU has no predictions."""
     path = tmp_path / "tune.json"
     options = ["--seq", "512", "--heads", "4", "--head-dim", "64", "--world", "2", "--device", "cpu", "--iters", "3"]
-    names = ["--strategy", "zigzag", "--strategy", "ulysses", "--top", "2", "--rounds", "3"]
-    assert run(["tune", *options, *names, "--format", "json", "-o", str(path)]) in (0, 1)
+    names = ["--strategies", "zigzag,ulysses", "--top", "2", "--rounds", "3"]
+    assert run(["bench", "--until-decided", *options, *names, "--format", "json", "-o", str(path)]) in (0, 1)
     answer = json.loads(capsys.readouterr().out)
     assert answer == json.loads(path.read_text()) and len(answer["trials"]) == 2
     for trial in answer["trials"]:
         assert trial["failure"] is None and len(trial["iterations_ms"]) == 3 and len(trial["iterations_ms"][0]) == 3
         runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in trial["runs"]]
         assert [bool(recorded["verification"]) for recorded in runs] == [True, False, False]
-    assert run(["settle", str(path), str(path)]) == 2
+    assert run(["compare", str(path), str(path)]) == 2
     assert "a tuning without predictions" in capsys.readouterr().err

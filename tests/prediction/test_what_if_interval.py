@@ -1,4 +1,4 @@
-"""The interval of ``what-if --hops`` against recorded pairs of runs that differ in the transport of hops alone."""
+"""The interval of ``predict --replay RUN --hops`` against recorded pairs that differ in the transport of hops alone."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import prediction
+from dev.benchmarks import prediction
 from ringprof import cli
 from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction import measure_model as measuring
@@ -288,7 +288,7 @@ def test_traffic_that_is_longer_than_a_layer_is_exposed() -> None:
 
 
 def test_measured_steps_of_four_layers_are_predicted() -> None:
-    """Steps of benchmarks/step_prediction.py on one and two H200, in other processes than the layers.
+    """Steps of dev/benchmarks/step_prediction.py on one and two H200, in other processes than the layers.
 
     All come out too fast; the spread of a whole step is such that they lie inside.
     """

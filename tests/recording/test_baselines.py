@@ -94,7 +94,7 @@ def create_shard(case: Case, **changes: Any) -> tuple[WorkloadShard, Measurement
     """Create this rank's shard of a workload and measure its ordinary iterations."""
     workload = Workload(**{**{name: getattr(WORKLOAD, name) for name in WORKLOAD.__struct_fields__}, **changes})
     shard = WorkloadShard.create(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
-    return shard, measure(shard, CPU, 1, 1, SilentReporter())
+    return shard, measure(shard, 1, 1, SilentReporter())
 
 
 def in_every_case(world: int, function: Callable[[Case], Any], cases: list[Case]) -> list[list[Any]]:
@@ -177,7 +177,7 @@ def measure_all(case: Case) -> tuple[int, dict[str, int], int, int | None]:
     first = shard.strategy.attention(shard.q, shard.k, shard.v).detach()
     null_strategy = strategy_without_transport(case.name, "cpu-flash", None, case.params)
     reporter = Counting()
-    measured_times = measure_baselines(shard, null_strategy, CPU, 1, 5, reporter)
+    measured_times = measure_baselines(shard, null_strategy, 1, 5, reporter)
     assert reporter.expected == reporter.done == 3 * 1 + 4 * 8
     assert all(time > 0 for times in measured_times.times_ns.values() for time in times)
     assert all(torch.equal(x, y) for x, y in zip(before, (shard.q, shard.k, shard.v), strict=True))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -169,16 +171,25 @@ def all_groups(rank: int, folder: Path) -> list[str]:
             torch.ones(8).sum()
             dist.barrier()
     with pytest.raises(UsageError, match=f"ranks{rank // 2 * 2}-.: not empty"):
-        with ringprof.capture(folder / "pairs", WORKLOAD, group=mesh["cp"]):
+        with ringprof.capture(folder / "pairs", WORKLOAD, group=mesh["cp"], strict=True):
             raise AssertionError("entered")
+    assert lines == []
+    for _ in range(2):
+        with warnings_of_capture() as again, ringprof.capture(folder / "pairs", WORKLOAD, group=mesh["cp"]):
+            dist.all_reduce(torch.ones(8))
+        lines += again
     return lines
 
 
 @pytest.mark.processes
 def test_groups_of_one_job_can_share_a_folder(tmp_path: Path) -> None:
-    assert run_ranks(4, all_groups, tmp_path) == [[], [], [], []]
-    assert sorted(os.listdir(tmp_path)) == ["alone", "pairs"]
-    assert sorted(os.listdir(tmp_path / "pairs")) == ["ranks0-1", "ranks2-3"]
+    beside = [
+        f"ringprof.capture: {tmp_path}/pairs: not empty: the run is written to {tmp_path}/pairs-{n}" for n in (2, 3)
+    ]
+    assert run_ranks(4, all_groups, tmp_path) == [beside, [], beside, []]
+    assert sorted(os.listdir(tmp_path)) == ["alone", "pairs", "pairs-2", "pairs-3"]
+    for name in ("pairs", "pairs-2", "pairs-3"):
+        assert sorted(os.listdir(tmp_path / name)) == ["ranks0-1", "ranks2-3"]
     assert sorted(os.listdir(tmp_path / "alone")) == ["rank0", "rank1", "rank2", "rank3"]
     for first, name in ((0, "ranks0-1"), (2, "ranks2-3")):
         run = read_run(tmp_path / f"pairs/{name}/run.json")
@@ -188,6 +199,21 @@ def test_groups_of_one_job_can_share_a_folder(tmp_path: Path) -> None:
     whole = ringprof.load(tmp_path / "pairs")
     assert isinstance(whole, Analysis) and len(whole.attribution.ranks) == 4
     assert {warning.code for warning in whole.attribution.warnings} == {"cpu_no_transfer_times"}
+
+
+def test_a_newer_capture_beside_a_run_is_named(tmp_path: Path) -> None:
+    for second, name in enumerate(("mine", "mine-2", "mine-3")):
+        with ringprof.capture(tmp_path / "mine"):
+            torch.ones(8).sum()
+        run = json.loads((tmp_path / name / "run.json").read_text())
+        (tmp_path / name / "run.json").write_text(json.dumps(run | {"created": f"2026-11-28T00:00:0{second}Z"}))
+    (tmp_path / "mine-4").mkdir()
+    (tmp_path / "mine-old").mkdir()
+    shutil.copy(tmp_path / "mine-3/run.json", tmp_path / "mine-old")
+    said = [warning.message for warning in loaded(tmp_path / "mine").attribution.warnings]
+    newer = f"{tmp_path}/mine-3 is newer; a capture writes there if {tmp_path}/mine is not empty"
+    assert newer in said and not [message for message in said if "mine-old" in message]
+    assert "newer_run" not in {warning.code for warning in loaded(tmp_path / "mine-2").attribution.warnings}
 
 
 @pytest.mark.parametrize(
@@ -244,21 +270,21 @@ def beside_another(rank: int, folder: Path) -> list[str]:
     """Rank 1's program is profiled already; then each captures inside a capture."""
     said = []
     own = profile(activities=[ProfilerActivity.CPU], acc_events=True) if rank else nullcontext()
-    with own, pytest.raises(UsageError) as refused, ringprof.capture(folder / "mine"):
+    with own, pytest.raises(UsageError) as refused, ringprof.capture(folder / "mine", strict=True):
         raise AssertionError("entered")
     said.append(str(refused.value))
     with ringprof.capture(folder / "outer"):
-        with pytest.raises(UsageError) as refused, ringprof.capture(folder / "inner"):
-            raise AssertionError("entered")
-        dist.all_reduce(torch.ones(8))
-    return [*said, str(refused.value)]
+        with warnings_of_capture() as lines, ringprof.capture(folder / "inner"):
+            dist.all_reduce(torch.ones(8))
+    return [*said, *lines]
 
 
 @pytest.mark.processes
 def test_a_capture_beside_another_profiler_is_refused_on_all_ranks(tmp_path: Path) -> None:
     said = run_ranks(2, beside_another, tmp_path)
     busy = "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
-    assert said == [[busy.format(1), busy.format(0)]] * 2
+    no_run = f"ringprof.capture: {tmp_path}/inner: no run: {busy.format(0)}"
+    assert said == [[busy.format(1), no_run], [busy.format(1)]]
     assert [path.name for path in tmp_path.iterdir()] == ["outer"]
 
 
@@ -274,7 +300,7 @@ def test_invalid_capture_arguments_are_refused_before_the_block(
     tmp_path: Path, path: str, arguments: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=message), ringprof.capture(tmp_path / path, **arguments):
+    with pytest.raises(UsageError, match=message), ringprof.capture(tmp_path / path, strict=True, **arguments):
         raise AssertionError("entered")
 
 

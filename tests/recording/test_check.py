@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringprof
 from ringprof.errors import RecordError, UsageError
-from ringprof.proof.dense import References, compare_results
+from ringprof.proof.dense import compare_results
 from ringprof.proof.on_ranks import hidden_profiler_lines
 from ringprof.proof.result import Check, QueryAndKey, Seen, TensorCheck
 from ringprof.ranks.process_group import GroupRanks
@@ -158,9 +158,10 @@ def test_sampled_keys_include_document_boundaries() -> None:
 def check_of_output(error: Tensor, kernel_error: Tensor, exact: Tensor) -> TensorCheck:
     """The errors of an output on one rank in bf16; errors and exact values of each token."""
     wide = [x.double().view(1, -1, 1, 1).expand(1, -1, 2, 4) for x in (exact, exact + kernel_error, exact + error)]
-    references, positions = References({"out": wide[0]}, {"out": wide[1]}), torch.arange(len(exact))
-    results = {"out": wide[2]}
-    return compare_results(results, references, positions, torch.bfloat16, lambda name: 0, GroupRanks(None))[0]["out"]
+    truth, kernel, results = ({"out": x} for x in wide)
+    positions = torch.arange(len(exact))
+    errors, _ = compare_results(results, truth, kernel, positions, torch.bfloat16, lambda name: 0, GroupRanks(None))
+    return errors["out"]
 
 
 def test_token_error_may_be_three_times_the_kernel_error() -> None:
@@ -256,23 +257,6 @@ def test_an_attention_that_fails_with_default_sizes_is_told_how_to_ask_for_less(
         ringprof.check(lambda q, k, v: torch.cat([q, k], 3), "zigzag")
 
 
-def refusing_on_rank_1(rank: int) -> str:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if rank == 1 and q.dtype == torch.float32:
-            raise ValueError("half types only")
-        return over_all(positions("zigzag"), q, k, v) if q.dtype == torch.bfloat16 else alone(q, k, v)
-
-    with pytest.raises(RecordError) as failed:
-        ringprof.check(attention, "zigzag", **EXTRA)
-    return str(failed.value)
-
-
-@pytest.mark.processes
-def test_fp32_refused_on_one_rank_alone_is_a_failure() -> None:
-    line = "rank 1 failed in call 5 of the attention, in fp32: ValueError: half types only"
-    assert run_ranks(2, refusing_on_rank_1) == [line] * 2
-
-
 def test_lines_of_the_profiler_are_hidden_and_others_are_not(capfd: pytest.CaptureFixture[str]) -> None:
     with hidden_profiler_lines():
         os.write(2, b"USDT:2026-01-01 profiler_start\nkept\n")
@@ -324,41 +308,8 @@ def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return on_one_device(q, k, v, torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril())
 
 
-def unscaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("zigzag"), q, k, v, scale=1.0)
-
-
-def other_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("contiguous"), q, k, v)
-
-
-def unmasked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return on_one_device(q, gathered(k), gathered(v), None)
-
-
-def other_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("zigzag"), q, *(x.repeat(1, 1, HEADS // KV_HEADS, 1) for x in (k, v)))
-
-
-def one_further(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    every = torch.cat([_positions_of(rank) for rank in range(2)])
-    return on_one_device(q, gathered(k), gathered(v), positions("zigzag")[:, None] + 1 >= every)
-
-
-def scaled_by_a_tenth_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("zigzag"), q, k, v, scale=1.1 * HEAD_DIM**-0.5)
-
-
-def first_kv_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("zigzag"), q, *(x[:, :, :1].expand_as(x) for x in (k, v)))
-
-
-def heads_reversed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("zigzag"), q, k, v).flip(2)
-
-
-def dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("zigzag"), q, k, v, dropout_p=0.1)
+def zigzag(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return over_all(positions("zigzag"), q, k, v, **options)
 
 
 def by_rank(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -371,18 +322,14 @@ def by_rank(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Tensor]:
     return outs, torch.stack([mask.any(1) for mask in seen])[:, None, :, None, None]
 
 
-def added_up(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    outs, seen = by_rank(q, k, v)
-    return outs[0] * seen[0] + outs[1] * seen[1]
-
-
 def averaged_over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     outs, seen = by_rank(q, k, v)
     return (outs[0] * seen[0] + outs[1] * seen[1]) / seen.sum(0)
 
 
-def detached_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_all(positions("zigzag"), q, k.detach(), v)
+def one_further(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    every = torch.cat([_positions_of(rank) for rank in range(2)])
+    return on_one_device(q, gathered(k), gathered(v), positions("zigzag")[:, None] + 1 >= every)
 
 
 def own_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -402,7 +349,7 @@ def own_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def averaged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for x in (k, v):
         x.register_hook(lambda gradient: gradient / 2)
-    return over_all(positions("zigzag"), q, k, v)
+    return zigzag(q, k, v)
 
 
 def merged_by_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -437,11 +384,11 @@ def gradients_one_hop_too_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return pieces[1 - dist.get_rank()]
 
     k.register_hook(exchanged)
-    return over_all(positions("zigzag"), q, k, v)
+    return zigzag(q, k, v)
 
 
 def off_on_rank_1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = over_all(positions("zigzag"), q, k, v)
+    out = zigzag(q, k, v)
     # Rank 0 waits for this rank in its backward pass all the same.
     return alone(q, k, v) + 0 * out if dist.get_rank() == 1 else out
 
@@ -450,18 +397,23 @@ ALONE = "out equals attention over the rank's own tokens alone: context parallel
 OUTPUT = {"out", "dq", "dk", "dv"}
 WRONG: list[tuple[Attention, set[str], str]] = [
     (alone, OUTPUT, ALONE),
-    (unscaled, OUTPUT, "out equals attention with softmax_scale 1"),
-    (other_layout, OUTPUT,
+    (lambda q, k, v: zigzag(q, k, v, scale=1.0), OUTPUT, "out equals attention with softmax_scale 1"),
+    (lambda q, k, v: over_all(positions("contiguous"), q, k, v), OUTPUT,
      "out equals attention under the causal mask of the contiguous layout: the positions are not the tokens'"),
-    (unmasked, OUTPUT, "out equals attention without the causal mask"),
-    (other_heads, OUTPUT, "out equals attention in which query head h uses kv head h mod kv_heads"),
+    (lambda q, k, v: on_one_device(q, gathered(k), gathered(v), None), OUTPUT,
+     "out equals attention without the causal mask"),
+    (lambda q, k, v: zigzag(q, *(x.repeat(1, 1, HEADS // KV_HEADS, 1) for x in (k, v))), OUTPUT,
+     "out equals attention in which query head h uses kv head h mod kv_heads"),
     (one_further, OUTPUT, "queries see as if at other positions: +1 on rank 0, +1 on rank 1"),
-    (scaled_by_a_tenth_more, OUTPUT, "scores are multiplied with 0.275, not 0.25 (softmax_scale)"),
-    (first_kv_head, OUTPUT, "query heads use kv heads 0, 0, 0, 0, not 0, 0, 1, 1"),
-    (heads_reversed, OUTPUT, "the output's heads are those of query heads 3, 2, 1, 0"),
-    (added_up, OUTPUT, "the ranks' partial outputs are added as they are, not weighted by their LSE"),
+    (lambda q, k, v: zigzag(q, k, v, scale=1.1 * HEAD_DIM**-0.5), OUTPUT,
+     "scores are multiplied with 0.275, not 0.25 (softmax_scale)"),
+    (lambda q, k, v: zigzag(q, *(x[:, :, :1].expand_as(x) for x in (k, v))), OUTPUT,
+     "query heads use kv heads 0, 0, 0, 0, not 0, 0, 1, 1"),
+    (lambda q, k, v: zigzag(q, k, v).flip(2), OUTPUT, "the output's heads are those of query heads 3, 2, 1, 0"),
+    (lambda q, k, v: sum(out * seen for out, seen in zip(*by_rank(q, k, v), strict=True)), OUTPUT,
+     "the ranks' partial outputs are added as they are, not weighted by their LSE"),
     (averaged_over_ranks, OUTPUT, "the ranks' partial outputs are averaged, not weighted by their LSE"),
-    (detached_keys, {"dk"}, "dk is 0: no gradient reaches k"),
+    (lambda q, k, v: zigzag(q, k.detach(), v), {"dk"}, "dk is 0: no gradient reaches k"),
     (own_gradients, {"dk", "dv"}, "dk is what a rank's own queries give: other ranks' part is missing"),
     (averaged, {"dk", "dv"}, "dk is the right one times 0.5 (1 / ranks or 1 / query heads per kv head)"),
     (merged_by_maximum, OUTPUT,
@@ -593,7 +545,7 @@ def checked(rank: int, attention: Attention, options: dict[str, Any]) -> Check:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("attention", "wrong", "reason"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("attention", "wrong", "reason"), WRONG, ids=lambda value: value if type(value) is str else "")
 def test_check_finds_and_explains_known_mistakes(
     attention: Attention, wrong: set[str], reason: str, dtype: str
 ) -> None:
@@ -619,7 +571,7 @@ def test_an_output_in_a_buffer_of_the_next_call_is_not_equal() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_dropout_is_detected_by_differing_calls(dtype: str) -> None:
-    check = run_ranks(2, checked, dropping, {"dtype": dtype})[0]
+    check = run_ranks(2, checked, lambda *qkv: zigzag(*qkv, dropout_p=0.1), {"dtype": dtype})[0]
     assert not check.equal and check.seen is None
     assert check.reasons[0].startswith("out differs between two calls with the same tensors, by 0.")
 
@@ -748,27 +700,33 @@ def test_output_of_the_whole_sequence_is_explained() -> None:
 
 @pytest.mark.processes
 def test_output_without_gradient_is_wrong_in_all_gradients() -> None:
-    check = run_ranks(2, checked, lambda *qkv: over_all(positions("zigzag"), *qkv).detach(), {})[0]
+    check = run_ranks(2, checked, lambda *qkv: zigzag(*qkv).detach(), {})[0]
     assert check.reasons == [f"d{x} is 0: no gradient reaches {x}" for x in "qkv"]
 
 
 # --- what fails -------------------------------------------------------------------------------
 
 
-def failing(rank: int) -> str:
+def failing(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> str:
+    """Return the error of an attention that fails on rank 1 with inputs of a type."""
+
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if rank == 1:
+        if rank == 1 and q.dtype == dtype:
             raise ValueError("boom")
-        return alone(q, k, v)
+        return zigzag(q, k, v) if q.dtype != dtype else alone(q, k, v)
 
     with pytest.raises(RecordError) as failed:
-        ringprof.check(attention, "zigzag", **SHAPE)
+        ringprof.check(attention, "zigzag", **options)
     return str(failed.value)
 
 
 @pytest.mark.processes
-def test_error_on_one_rank_is_raised_on_all() -> None:
-    assert run_ranks(2, failing) == ["rank 1 failed in call 1 of the attention: ValueError: boom"] * 2
+@pytest.mark.parametrize(("dtype", "options", "where"), [
+    (torch.float32, SHAPE, "call 1 of the attention"), (torch.float32, EXTRA, "call 5 of the attention, in fp32")
+])  # fmt: skip
+def test_error_on_one_rank_is_raised_on_all(dtype: torch.dtype, options: dict[str, Any], where: str) -> None:
+    """A call in fp32 may be refused by all ranks alone."""
+    assert run_ranks(2, failing, dtype, options) == [f"rank 1 failed in {where}: ValueError: boom"] * 2
 
 
 def hanging(rank: int) -> str:
@@ -803,6 +761,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensor_format": "thd"}, "tensor_format 'thd' is not one of bshd, bhsd, sbhd"),
     ({"calls": 0}, "calls must be at least 1, not 0"),
     ({"layout": [0, 1, 2]}, "each once: 0 is not"),
+    ({"documents": (5, 4)}, "the documents are 9 tokens together, the sequence has 64"),
 ]  # fmt: skip
 
 
@@ -840,12 +799,9 @@ def packed(rank: int) -> list[Check]:
         out: Tensor = strategy.attention(q, k, v, documents=cu_seqlens)
         return out
 
-    def leaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return over_all(own, q, k, v)
-
     def one_key_too_many(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The last document sees the last key of the one before."""
-        every = torch.cat([positions_of for positions_of in (_positions_of(rank) for rank in range(2))])
+        every = torch.cat([_positions_of(rank) for rank in range(2)])
         mask = (own[:, None] >= every) & (document[own][:, None] == document[every])
         mask |= (document[own][:, None] == 2) & (every == 44)
         return on_one_device(q, gathered(k), gathered(v), mask)
@@ -856,10 +812,10 @@ def packed(rank: int) -> list[Check]:
 
     return [
         ringprof.check(heeding, "zigzag", **arguments),
-        ringprof.check(leaking, "zigzag", **arguments),
+        ringprof.check(zigzag, "zigzag", **arguments),
         ringprof.check(one_key_too_many, "zigzag", **arguments),
         ringprof.check(windowed, "zigzag", window_size=9, **SHAPE),
-        ringprof.check(leaking, "zigzag", window_size=9, **SHAPE),
+        ringprof.check(zigzag, "zigzag", window_size=9, **SHAPE),
     ]
 
 
@@ -877,13 +833,3 @@ def test_leaks_across_documents_are_found_and_named() -> None:
     assert not one_key.equal and one_key.errors["out"].first_token == 45
     assert windowed.equal, str(windowed)
     assert unwindowed.reasons == ["out equals attention without the window"]
-
-
-def bad_documents(rank: int) -> None:
-    with pytest.raises(UsageError, match="the documents are 9 tokens together, the sequence has 64"):
-        ringprof.check(lambda q, k, v: q, "zigzag", documents=(5, 4), **SHAPE)
-
-
-@pytest.mark.processes
-def test_documents_must_fill_the_sequence() -> None:
-    run_ranks(2, bad_documents)

@@ -123,40 +123,38 @@ def test_the_documented_example_of_a_model_is_equal_and_its_mistake_is_named(fol
     assert said["reasons"][0].startswith("the labels are shifted across shard borders: 2 tokens differ only in")
 
 
-@pytest.mark.parametrize("options", [["--layout", "zigzag"], ["--documents", "3"], ["--forward-only"]])
-def test_a_model_takes_no_options_of_an_attention(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["check", "--model", "mine:step", *options]) == 2
-    assert f"{options[0]}: not with --model" in capsys.readouterr().err
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model", "mine:step", "--layout", "zigzag"], "--layout: not with --model"),
+    (["--model", "mine:step", "--documents", "3"], "--documents: not with --model"),
+    (["--model", "mine:step", "--forward-only"], "--forward-only: not with --model"),
+    (["mine:alone"], "--layout is missing"),
+    (["mine", *SMALL], "'mine' is not module:function, such as mypackage.attention:ring_attention"),
+])  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["check", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_an_attention_needs_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["check", "mine:alone"]) == 2
-    assert "--layout is missing" in capsys.readouterr().err
+FAILURES = [
+    ("fails", 3,
+     "rank 1 failed in call 2 of the attention, with another call between its passes: ValueError: boom; log: "),
+    ("leaves", 3, "rank [01] exited with code 0 and printed no error; log: "),
+    ("leaves_alone", 3, "rank 1 exited with code 0 and printed no error; log: "),
+    # Of 10 MB.
+    ("says_too_much", 3, r"rank [01] failed in call 1 of the attention \(batch 2, 2 heads of 16, bf16; try --batch 1,"
+                         r" --dtype fp32\): ValueError: y{1000,}\.\.\.; log: "),
+    ("nothing", 2, "'mine:nothing' cannot be imported: AttributeError: module 'mine' has no attribute 'nothing'"),
+]  # fmt: skip
 
 
-def test_error_on_one_rank_ends_the_check(folder: Path) -> None:
-    done = run(["check", "mine:fails", "--world", "2", *SMALL], folder)
-    assert done.returncode == 3 and done.stdout == ""
-    where = "call 2 of the attention, with another call between its passes"
-    assert done.stderr.startswith(f"ringprof: rank 1 failed in {where}: ValueError: boom; log: ")
-    assert done.stderr.count("\n") == 1 and not started_in(folder)
-
-
-@pytest.mark.parametrize(("function", "ranks"), [("leaves", "[01]"), ("leaves_alone", "1")])
-def test_check_fails_if_ranks_exit_early_with_code_0(folder: Path, function: str, ranks: str) -> None:
+@pytest.mark.parametrize(("function", "code", "message"), FAILURES, ids=[function for function, *_ in FAILURES])
+def test_a_failure_ends_the_check_in_one_line(folder: Path, function: str, code: int, message: str) -> None:
     done = run(["check", f"mine:{function}", "--world", "2", *SMALL], folder)
-    assert done.returncode == 3 and done.stdout == ""
-    assert re.match(f"ringprof: rank {ranks} exited with code 0 and printed no error; log: ", done.stderr)
-
-
-def test_check_shortens_an_error_of_10_mb(folder: Path) -> None:
-    done = run(["check", "mine:says_too_much", "--world", "2", *SMALL], folder)
-    assert done.returncode == 3 and done.stderr.count("\n") == 1 and len(done.stderr) < 2500
-    assert re.match(
-        r"ringprof: rank [01] failed in call 1 of the attention \(batch 2, 2 heads of 16, bf16; try --batch 1,"
-        r" --dtype fp32\): ValueError: y{1000,}\.\.\.; log: ",
-        done.stderr,
-    )
+    assert (done.returncode, done.stdout) == (code, "") and not started_in(folder)
+    assert re.match(f"ringprof: .*{message}", done.stderr)
+    assert done.stderr.count("\n") == 1 and len(done.stderr) < 2500
 
 
 def test_refused_check_keeps_no_logs(folder: Path) -> None:
@@ -175,14 +173,3 @@ def test_hanging_rank_ends_the_check(folder: Path) -> None:
     log = Path(done.stderr.split("logs kept in ")[1].strip()) / "rank1.log"
     assert "in hangs" in log.read_text()
     assert done.stderr.count("\n") == 1 and not started_in(folder)
-
-
-def test_missing_attention_function_is_named(folder: Path) -> None:
-    done = run(["check", "mine:nothing", "--world", "2", *SMALL], folder)
-    assert done.returncode == 2
-    assert "'mine:nothing' cannot be imported: AttributeError: module 'mine' has no attribute 'nothing'" in done.stderr
-
-
-def test_a_target_without_a_function_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["check", "mine", *SMALL]) == 2
-    assert "'mine' is not module:function, such as mypackage.attention:ring_attention" in capsys.readouterr().err

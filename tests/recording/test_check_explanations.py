@@ -217,30 +217,9 @@ def all_shown(key: Tensor) -> Tensor:
     return torch.ones_like(key, dtype=torch.bool)
 
 
-def read_too_early(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_parts(q, one_rank_only(every(k)), one_rank_only(every(v)), all_shown)
-
-
-def v_read_too_early(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_parts(q, every(k), one_rank_only(every(v)), all_shown)
-
-
-def own_v(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_parts(q, every(k), [v.detach()] * dist.get_world_size(), all_shown)
-
-
 def last_keys_of_each_rank(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     held = torch.arange(SEQ) % (SEQ // dist.get_world_size()) < SEQ // dist.get_world_size() - 6
     return over_parts(q, every(k), every(v), lambda key: held)
-
-
-def without_the_last_rank(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return over_parts(q, every(k), every(v), lambda key: torch.arange(SEQ) < SEQ - SEQ // dist.get_world_size())
-
-
-def v_of_the_next_rank(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    values = every(v)
-    return over_parts(q, every(k), [*values[1:], values[0]], all_shown)
 
 
 def in_eight_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -261,15 +240,18 @@ def received_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 ON_RANKS: list[tuple[Attention, str]] = [
-    (read_too_early,
+    (lambda q, k, v: over_parts(q, one_rank_only(every(k)), one_rank_only(every(v)), all_shown),
      "keys that are not seen count with a score of 0, as k and v of 0 in a buffer read before it is received"),
-    (v_read_too_early,
+    (lambda q, k, v: over_parts(q, every(k), one_rank_only(every(v)), all_shown),
      "keys that are not seen count in the sum of weights: their v is 0 (not received in time), or their output is"
      " lost"),
-    (own_v, "out uses the rank's own v with the k of every rank: v is not sent on"),
-    (v_of_the_next_rank, "out uses with the k of each rank the v of the next rank"),
+    (lambda q, k, v: over_parts(q, every(k), [v.detach()] * dist.get_world_size(), all_shown),
+     "out uses the rank's own v with the k of every rank: v is not sent on"),
+    (lambda q, k, v: over_parts(q, every(k), [*every(v)[1:], every(v)[0]], all_shown),
+     "out uses with the k of each rank the v of the next rank"),
     (last_keys_of_each_rank, "no query sees keys 10 to 15 of the 16 of each rank, counted from 0"),
-    (without_the_last_rank, "no query sees any key of rank 3"),
+    (lambda q, k, v: over_parts(q, every(k), every(v), lambda key: torch.arange(SEQ) < SEQ * 3 // 4),
+     "no query sees any key of rank 3"),
     (in_eight_bits, "out uses other ranks' k and v rounded to float8_e4m3fn"),
     (received_twice, ""),  # its weights are also those of partial outputs that count twice, but nothing says which
 ]  # fmt: skip

@@ -20,8 +20,7 @@ from ringprof.proof.backward_mistakes import (
     rank_parts_mistake,
 )
 from ringprof.proof.dense import Tensors
-from ringprof.proof.merging import merge_mistake
-from ringprof.proof.visible_keys import holder_of, mask_mistake
+from ringprof.proof.visible_keys import holder_of, mask_mistake, merge_mistake
 from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.workload.workload import Workload
 

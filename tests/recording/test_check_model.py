@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,17 +14,26 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports: once, and not in every forked rank
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ringprof
 from ringprof.errors import RingprofError
-from ringprof.proof.model_result import ModelCheck
+from ringprof.proof.result import ModelCheck
 from ringprof.strategies import create
 from tests.recording.test_check import gathered, on_one_device
-from tests.recording.tiny_model import VOCAB, Model, dense, shifted, total_loss, visible
+from tests.recording.tiny_model import (
+    VOCAB,
+    Model,
+    check_verdicts,
+    dense,
+    in_ddp,
+    mistakes_in_ddp,
+    shifted,
+    total_loss,
+    visible,
+)
 from tests.strategies.ranks import run_ranks
 
 SEQ, ROWS = 32, 2
@@ -268,55 +278,9 @@ def test_groups_that_keep_to_themselves_are_named() -> None:
     ], str(wrong)
 
 
-# A plain training loop over data-parallel and context-parallel ranks, and six mistakes that trainers have made.
-
-
-def in_ddp(
-    *, attention: Any = None, truth: Any = None, positions: Any = None, labels: Any = None, scale: float = 1.0,
-    own_mean: bool = False, reduced_over: str | None = None,
-) -> ModelCheck:  # fmt: skip
-    """Check a loop over a mesh of 2 x 2 ranks in which DDP averages over all four, with one part of it replaced."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    strategy = create("zigzag", mesh["cp"])
-    mine, reference = pair(attention or strategy.attention, truth)
-    model = DistributedDataParallel(mine, process_group=mesh[reduced_over].get_group() if reduced_over else None)
-    batch = ids(4)
-    targets = shifted(batch)
-    targets[:3, :20] = -100
-    count = int((targets >= 0).sum())
-    rows = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
-
-    def step(batch: Tensor) -> Tensor:
-        local = strategy.shard(batch[rows])
-        own = strategy.shard(targets[rows])
-        own = own if labels is None else torch.where(own < 0, own, labels(local))
-        logits = model(local, strategy.positions(SEQ) if positions is None else positions(local))
-        if own_mean:
-            loss = cross_entropy(logits.flatten(0, 1), own.flatten())
-        else:
-            loss = total_loss(logits, own) / count * dist.get_world_size() * scale
-        loss.backward()
-        return loss.detach()
-
-    return ringprof.check_model(
-        step, lambda batch: total_loss(reference(batch, torch.arange(SEQ)), targets) / count, batch
-    )
-
-
-IN_DDP: dict[str, tuple[dict[str, Any], str]] = {
-    "context parallelism off": (
-        {"attention": lambda q, k, v: dense(q, k, v, None)}, "context parallelism is silently off"
-    ),
+IN_DDP: dict[str, tuple[dict[str, Any], str]] = mistakes_in_ddp(SEQ, 20) | {
     "averaged over context-parallel ranks": ({"scale": 0.5}, "0.5, 1 / ranks that share a row"),
-    "mean over own tokens": ({"own_mean": True}, "the ranks' losses are weighted unequally"),
-    "labels of the shard": ({"labels": shifted}, "the labels are shifted across shard borders: "),
-    "positions of the shard": (
-        {"positions": lambda local: torch.arange(local.shape[1])}, "local positions, which restart on every rank"
-    ),
-    "window dropped": (
-        {"truth": lambda q, k, v: dense(q, k, v, visible(torch.arange(SEQ), window=20))},
-        "the window of 20 tokens is dropped",
-    ),
+    "window dropped": (mistakes_in_ddp(SEQ, 20)["window dropped"][0], "the window of 20 tokens is dropped"),
     "reduced over data-parallel ranks alone": (
         {"reduced_over": "dp"},
         "of 23 parameters are not reduced over all ranks: their sum over the ranks is the reference's times",
@@ -325,14 +289,18 @@ IN_DDP: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def ddp_loops(rank: int) -> dict[str, ModelCheck]:
-    return {"right": in_ddp(), **{name: in_ddp(**options) for name, (options, _) in IN_DDP.items()}}
+    def setup(mesh: Any) -> tuple[Any, Any]:
+        strategy = create("zigzag", mesh)
+        return strategy.attention, lambda ids, labels, positions: nullcontext(
+            (strategy.shard(ids), strategy.shard(labels), strategy.positions(SEQ))
+        )
+
+    targets = shifted(ids(4))
+    targets[:3, :20] = -100
+    options = {"right": {}, **{name: options for name, (options, _) in IN_DDP.items()}}
+    return {name: in_ddp(setup, ids(4), targets, torch.float32, **x) for name, x in options.items()}
 
 
 @pytest.mark.processes
 def test_a_ddp_loop_over_two_mesh_dimensions() -> None:
-    by_rank = run_ranks(4, ddp_loops)
-    right = by_rank[0].pop("right")
-    assert right.equal and right.reasons == [] and right.loss_is == "mean", str(right)
-    for name, check in by_rank[0].items():
-        assert not check.equal
-        assert check.reasons and IN_DDP[name][1] in check.reasons[0], f"{name}: {check}"
+    check_verdicts(run_ranks(4, ddp_loops)[0], IN_DDP)

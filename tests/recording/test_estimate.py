@@ -80,7 +80,8 @@ def test_time_limit_grows_with_the_load_and_the_rate_does_not(slowdown: float, m
 
     monkeypatch.setattr(estimate_module, "time", clock)
     monkeypatch.setattr(estimate_module, "cpu_count", lambda: 4)
-    rate, _, measured = estimate_module._describe_cpu(request(world=4), "a sample", run_sample)[2:]
+    fields = estimate_module._describe_cpu(request(world=4), "a sample", lambda: run_sample)
+    rate, measured = fields["rate"], fields["slowdown"]
     assert (rate, measured) == (7.0, slowdown)
     assert plan(slowdown=measured).time_limit == 600 + 10 * plan().total_seconds * slowdown
     assert describe(request(), plan(slowdown=measured)) == describe(request(), plan())

@@ -25,9 +25,8 @@ from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.workload.workload import Workload
 from tests.strategies import cases
-from tests.strategies.cases import Case, inputs
+from tests.strategies.cases import Case, dense, inputs
 from tests.strategies.ranks import run_ranks
-from tests.strategies.test_masks import dense
 
 BASE = Workload(batch=2, seq=96, heads=4, kv_heads=2, head_dim=8, dtype="fp32")
 WORKLOADS = [

@@ -36,14 +36,3 @@ def test_controls_of_uncounted_work_are_refused_with_the_reason(strategy_folder:
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringprof: ")]
     assert "strategy 'mine:Past' computes with kernels of its own" in line and "record it without --controls" in line
     assert "warm-up" not in done.stderr and list((strategy_folder / "traces").iterdir()) == []
-
-
-def test_one_rank_has_no_communication_controls(tmp_path: Path) -> None:
-    alone = ["record", "--strategy", "zigzag", *SMALL, "--world", "1", "--iters", "2", "--controls"]
-    done = run(alone, tmp_path)
-    assert done.returncode == 0, done.stderr
-    controls = read_run(tmp_path / "traces/run.json").controls
-    assert controls is not None and controls.compute_only_ns is None and controls.communication_only_ns is None
-    assert [len(times) for times in (*controls.ordinary_ns, *controls.solo_ns)] == [2, 2]
-    shown = run(["report", "traces/run.json"], tmp_path)
-    assert "the same blocks alone" in shown.stdout and "communication only" not in shown.stdout

@@ -194,28 +194,6 @@ def test_a_pattern_that_is_none_is_refused(changes: Any) -> None:
         msgspec.structs.replace(WORK, **changes)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--strategy", "zigzag", "--pattern", "gdn,attention"], "strategies with the contiguous layout are"),
-        (["--strategy", "ring", "--pattern", "gdn,gdn"], "needs a layer of attention"),
-        (["--strategy", "ring", "--pattern", "gdnn,attention"], "gdn"),
-        (["--strategy", "ring", "--recurrent-strategy", "state-a2a"], "goes with a --pattern"),
-        (["--strategy", "ring", "--pattern", "gdn,attention", "--no-causal"], "in their order"),
-        (["--strategy", "ring", "--pattern", "gdn,attention", "--recurrent-strategy", "state-a2a", "--heads", "3",
-          "--kv-heads", "1"], "do not divide"),
-    ],
-)  # fmt: skip
-def test_patterns_that_cannot_run_are_refused_in_one_line(
-    options: list[str], says: str, tmp_path: Path, capsys: Any
-) -> None:
-    common = ["record", "--layer", "ddp", "--seq", "64", "--device", "cpu", "--world", "2", "-o", str(tmp_path / "r")]
-    assert run_command([*common, *options]) == 2
-    message = capsys.readouterr().err
-    assert says in message
-    assert message.count("\n") <= 3
-
-
 # --- a recording --------------------------------------------------------------------------------------
 
 

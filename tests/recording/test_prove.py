@@ -20,7 +20,7 @@ import ringprof
 from ringprof.errors import UsageError
 from ringprof.strategies import create
 from ringprof.training import prover
-from ringprof.training.prover import line_hash
+from ringprof.training.appended_log import line_hash
 from tests.recording.test_check_model import SEQ, ids
 from tests.recording.tiny_model import Model, dense, shifted, total_loss
 from tests.strategies.ranks import run_ranks

@@ -39,35 +39,6 @@ WORK = Workload(seq=64, heads=4, kv_heads=2, head_dim=8, v_head_dim=12, dtype="f
 RECORD = ["record", "--operator", "gdn", "--strategy", "state-scan", "--seq", "64", "--device", "cpu", "--world", "2"]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--softcap", "30"], "--softcap does not go with --operator gdn"),
-        (["--sinks", "learned"], "--sinks does not go with --operator gdn"),
-        (["--window-size", "16"], "--window-size does not go with --operator gdn"),
-        (["--no-causal"], "--no-causal: --operator gdn reads the tokens in their order"),
-        (["--phase", "prefill", "--kv-length", "128"], "--kv-length does not go with --operator gdn"),
-        (["--heads", "4", "--kv-heads", "3"], "--kv-heads 3 does not divide the 4 heads"),
-        (["--hops", "copy"], "--hops copy does not go with --operator gdn"),
-        (["--cp-sizes", "2,1"], "--cp-sizes does not go with --operator gdn"),
-        (["-p", "documents_layout=packed"], "--param does not go with --operator gdn"),
-        (["--kernel", "flex"], "no kernel 'flex' for recurrences; there are: auto, fla, reference"),
-        (["--kernel", "fla"], "kernel fla: needs tensors on a GPU"),
-        (["--strategy", "zigzag"], "'zigzag' is for attention; for --operator gdn there are: state-ring"),
-        (["--seq", "65"], "2 ranks do not divide a sequence of 65 tokens (try 64)"),
-        (["--strategy", "state-a2a", "--heads", "3"], "2 ranks do not divide 3 heads"),
-        (["--seq", "4", "--conv-width", "8"], "2 tokens per rank are fewer than the 7 that a rank sends on"),
-        (["--operator", "attention"], "strategy 'state-scan' is for recurrences: ringprof record --operator gdn"),
-        (["--operator", "attention", "--conv-width", "4"], "--conv-width 4 goes with a recurrence"),
-        (["--operator", "gnd"], "'gnd' is not one of attention, gdn"),
-    ],
-)
-def test_options_of_attention_are_refused_in_one_line(options: list[str], says: str, capsys: Any) -> None:
-    assert cli.run([*RECORD, *options]) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1, error
-
-
 @pytest.mark.parametrize("fields", [{"window": 8}, {"causal": False}, {"softcap": 2.0}, {"kv_heads": 3}])
 def test_a_workload_of_a_recurrence_has_no_scores(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"--operator gdn|--kv-heads 3 does not divide the 4 heads"):
@@ -177,10 +148,11 @@ def test_a_recording_is_verified_and_reported(tmp_path: Path, capsys: Any) -> No
     assert report["run"]["workload"]["operator"] == "gdn"
     assert "attention" not in " ".join(report["summary"]["verdict"])
     for command in (
-        ["report", str(output), "--steps", "--waterfall"], ["compare", str(output), str(output)],
+        ["report", str(output), "--show", "steps,waterfall"], ["compare", str(output), str(output)],
         ["report", str(output), "--html", str(tmp_path / "page.html")],
-        ["plot", "timeline", str(output), "-o", str(tmp_path / "plot.png")], ["runs", str(tmp_path)],
-        ["what-if", str(output), "--link", "intra-node=2x"], ["export", str(output), "-o", str(tmp_path / "x.json")],
+        ["plot", "timeline", str(output), "-o", str(tmp_path / "plot.png")], ["report", str(tmp_path), "--csv", "runs"],
+        ["predict", "--replay", str(output), "--link", "intra-node=2x"],
+        ["export", str(output), "-o", str(tmp_path / "x.json")],
     ):  # fmt: skip
         code = cli.run(command)
         captured = capsys.readouterr()

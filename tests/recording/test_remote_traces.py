@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ringprof.ranks.process_group import GroupRanks
 from ringprof.recording.run_folder import trace_name
 from ringprof.recording.remote_traces import MESSAGE_BYTES, TraceFile, gather_traces
 from ringprof.recording.measure import peak_bytes, reset_peak
@@ -33,14 +34,14 @@ if rank:
     with trace.path.open("wb") as file:
         for start in range(0, sizes[rank], 1 << 20):
             file.write(os.urandom(min(1 << 20, sizes[rank] - start)))
-    assert trace.remote_bytes() == sizes[rank]
+    assert trace.described(reduced=False)["remote_bytes"] == sizes[rank]
 dist.barrier()
 device = torch.device("cpu")
 small = torch.zeros(8)
 dist.all_reduce(small)
 reset_peak(device)
 before = peak_bytes(device)
-gather_traces(trace.path, [(trace_name(sender), size) for sender, size in enumerate(sizes)], staging, device)
+gather_traces(trace.path, [(trace_name(sender), size) for sender, size in enumerate(sizes)], staging, GroupRanks(None))
 grown = peak_bytes(device) - before
 
 

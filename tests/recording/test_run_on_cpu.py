@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ringprof import cli
+from ringprof.prediction.schedules import schedule
 from ringprof.run import Run, read_run
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import read_reduced
@@ -229,11 +230,13 @@ def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_record_shows_progress_bars_on_a_terminal(tmp_path: Path) -> None:
+def test_one_rank_records_on_a_terminal_and_has_no_communication_controls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*RINGPROF, "record", "--strategy", "zigzag", *SMALL, "--world", "1", "--iters", "2"], cwd=tmp_path,
-        env=environment(TERM="xterm"), stdout=subprocess.DEVNULL, stderr=theirs,
+        [*RINGPROF, "record", "--strategy", "zigzag", *SMALL, "--world", "1", "--iters", "2", "--controls"],
+        cwd=tmp_path, env=environment(TERM="xterm"), stdout=subprocess.DEVNULL, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
     shown = b""
@@ -244,4 +247,25 @@ def test_record_shows_progress_bars_on_a_terminal(tmp_path: Path) -> None:
         pass  # how Linux says that the other side has closed
     os.close(ours)
     assert process.wait(HANGS_S) == 0
-    assert b"iterations" in shown and b"2/2" in shown and b"export" in shown
+    assert b"iterations" in shown and b"2/2" in shown and b"export" in shown, "progress bars"
+    controls = read_run(tmp_path / "traces/run.json").controls
+    assert controls is not None and controls.compute_only_ns is None and controls.communication_only_ns is None
+    assert [len(times) for times in (*controls.ordinary_ns, *controls.solo_ns)] == [2, 2]
+    report = report_of(tmp_path, capsys)
+    assert "the same blocks alone" in report and "communication only" not in report
+
+
+@pytest.mark.processes
+def test_torchs_ring_is_verified_timed_and_profiled(tmp_path: Path) -> None:
+    size = ["--seq", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--world", "2", "--device", "cpu"]
+    ended = run(["record", "--strategy", "torch-cp", "-p", "rotate=alltoall", "--iters", "2", *size], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    recorded = read_run(tmp_path / "traces" / "run.json")
+    assert recorded.verification is not None and recorded.verification.passed
+    assert recorded.strategy is not None and recorded.strategy.params["rotate"] == "alltoall"
+    assert recorded.timings is not None and [len(times) for times in recorded.timings.iterations_ns] == [2, 2]
+    assert recorded.workload is not None and recorded.work is not None
+    dry_run = schedule("torch-cp", recorded.workload, 2, kernel="cpu-flash", params=recorded.strategy.params)
+    for work, program in zip(recorded.work, dry_run.programs, strict=True):
+        assert (work.block_flops, work.block_calls) == (program.work.block_flops, program.work.block_calls)
+    assert all((tmp_path / "traces" / trace.path).exists() for trace in recorded.traces)

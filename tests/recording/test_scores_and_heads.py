@@ -141,29 +141,6 @@ def test_workload_description_names_both_head_sizes() -> None:
     assert described(workload) == "4096 tokens, 16 heads (4 kv) of 192 (v 128) · causal · bf16 · forward and backward"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--v-head-dim", "16"], "--v-head-dim 16: heads of v are at most as large as those of q and k, 8"),
-        (["--softcap", "0"], "--softcap"),
-        (["--softcap", "5", "--kernel", "cpu-flash"], "takes no softcap (those here that do: flex, reference)"),
-        (["--sinks", "fixed"], "learned"),
-        (["--sinks", "learned", "--layer", "ddp"], "--sinks does not go with --layer"),
-        (
-            ["--documents", "32,32", "--phase", "decode", "--kv-length", "64"],
-            "--documents does not go with --phase decode",
-        ),
-    ],
-)
-def test_invalid_score_options_are_a_one_line_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    base = ["record", "--strategy", "zigzag", "--seq", "64", "--heads", "2", "--head-dim", "8", "--dtype", "fp32"]
-    code = cli.run([*base, "--device", "cpu", "--world", "2", "-o", str(tmp_path / "run.json"), *options])
-    err = capsys.readouterr().err
-    assert code == 2 and message in err and "Traceback" not in err
-
-
 def test_unsupported_score_options_are_refused_with_the_reason() -> None:
     peer = RingFlashAttnRing
     assert "takes no softcap" in str(why_unsupported(peer, WORKLOADS["softcap"], 2, {}))

@@ -91,7 +91,7 @@ def _as_zigzag(case: Case, m: re.Match[str]) -> None:
     assert not (case.run and case.run["strategy"]) and times == sorted(set(times)) and times[-1] >= 1.5 * times[0]
 
 
-@rule("remedy", r"another layout \(ringprof balance compares them\)")
+@rule("remedy", r"another layout \(ringprof advise compares them\)")
 def _layout(case: Case, m: re.Match[str]) -> None:
     assert case.run["workload"]["documents"] and case.run["workload"]["operator"] == "attention"
 
@@ -106,14 +106,14 @@ def _clocks(case: Case, m: re.Match[str]) -> None:
     assert difference == 0 or longest.attention_ns - shortest.attention_ns >= difference / 2
 
 
-@rule("remedy", r"compare what ranks compute beside attention \(--kernels\)")
+@rule("remedy", r"compare what ranks compute beside attention \(--show kernels\)")
 def _beside_attention(case: Case, m: re.Match[str]) -> None:
     shortest, longest = sorted(case.raw.values(), key=lambda raw: raw.swept["compute"])[:: len(case.raw) - 1]
     difference = longest.swept["compute"] - shortest.swept["compute"]
     assert longest.attention_ns - shortest.attention_ns < difference / 2
 
 
-@rule("remedy", r"compare what ranks compute \(--kernels\)")
+@rule("remedy", r"compare what ranks compute \(--show kernels\)")
 def _compute_of_recurrence(case: Case, m: re.Match[str]) -> None:
     assert case.run["workload"]["operator"] != "attention" and not case.on_cpu
     flops = {rank_work["block_flops"] for rank_work in case.run["work"]}
@@ -180,7 +180,7 @@ def _late(case: Case, m: re.Match[str]) -> None:
         assert_waited_for(case, int(rank), share)
 
 
-@rule("remedy", rf"rank (\d+) idles {MS}(?: \(--idle\))?")
+@rule("remedy", rf"rank (\d+) idles {MS}(?: \(--show idle\))?")
 def _idles(case: Case, m: re.Match[str]) -> None:
     milliseconds(m[2], case.ranks[int(m[1])]["idle_ns"])
 

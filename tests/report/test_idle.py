@@ -228,23 +228,23 @@ def last_line(findings: Findings) -> str:
 def test_last_line_offers_the_sections_of_the_run() -> None:
     """One GPU without communication idles most of its time; the ring has hops and does not idle."""
     alone = last_line(findings_in_memory(attribute([parse_trace(hip_free())])))
-    assert alone == "--kernels · --html report.html · --waterfall · --idle · --annotations · --format json"
+    assert alone == "--html report.html · --show kernels,waterfall,idle,annotations · --format json"
     ring = last_line(findings_of(*ring_with_compute()))
-    assert "--hops" in ring and "--idle" not in ring and ring.startswith("--html report.html · ")
+    assert "hops" in ring and "idle" not in ring and ring.startswith("--html report.html · ")
 
 
 @pytest.mark.parametrize(("late", "offered"), [(19, False), (20, True)])
 def test_idle_section_is_offered_from_2_percent_of_the_wall(late: int, offered: bool) -> None:
     b = Builder(world_size=1).run(FLASH, 0, 100 * US, launched=-US)
     b.run(FLASH, (100 + late) * US, 1000 * US, launched=US)
-    assert ("--idle" in last_line(findings_of(b))) is offered
+    assert ("idle" in last_line(findings_of(b))) is offered
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_steps_section_is_offered_where_steps_exist(folder: Path) -> None:
     findings = analysis(folder).findings
-    assert ("--steps" in last_line(findings)) is bool(findings.steps)
-    assert ("--hops" in last_line(findings)) is any(rank.hops for rank in findings.attribution.ranks if not rank.on_cpu)
+    assert ("steps" in last_line(findings)) is bool(findings.steps)
+    assert ("hops" in last_line(findings)) is any(rank.hops for rank in findings.attribution.ranks if not rank.on_cpu)
 
 
 # --- drawings -----------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def leftover_folders(scratch: Path) -> list[Path]:
 
 
 def test_a_report_of_many_ranks(many, tmp_path):
-    done = report(many, "--steps", "--format", "terminal", scratch=tmp_path / "scratch")
+    done = report(many, "--show", "steps", "--format", "terminal", scratch=tmp_path / "scratch")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{WORLD} ranks") and "ring steps" in done.stdout
     assert leftover_folders(tmp_path / "scratch") == []

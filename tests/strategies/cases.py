@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from math import inf, isnan
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from ringprof.strategies import create
+from ringprof.workload.mask import Mask
+from tests.test_mask import sees
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ def _usp(degree: int, **params: Any) -> Case:
     return Case("usp", {"ulysses_degree": degree, **params}, tuple(size for size in (2, 4, 8) if size >= degree))
 
 
+Strided = Callable[[Tensor], Tensor]
 CASES = [
     Case("ring"),
     Case("ring", {"grad_wire": "input"}),
@@ -93,33 +100,115 @@ def inputs(problem: WorkloadShard) -> list[Tensor]:
     return [draw(heads, size), draw(kv_heads, size), draw(kv_heads, v_size), draw(heads, v_size)]
 
 
-def dense(problem: WorkloadShard) -> list[Tensor]:
-    """Compute out, dq, dk and dv by torch's autograd over the plain formula, in float64."""
-    q, k, v, dout = (tensor.double() for tensor in inputs(problem))
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    groups = problem.heads // problem.kv_heads
-    wide_k, wide_v = (tensor.repeat_interleave(groups, 2) for tensor in leaves[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * problem.head_dim**-0.5
-    if problem.causal:
-        scores = scores.masked_fill(torch.ones(problem.seq, problem.seq).triu(1).bool(), float("-inf"))
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide_v)
-    out.backward(dout)
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+@cache
+def pairs_seen(mask: Mask, queries: int, keys: int) -> Tensor:
+    """Return which of the last ``queries`` tokens see which of the ``keys``, pair by pair."""
+    return torch.tensor([[sees(mask, row, key) for key in range(keys)] for row in range(keys - queries, keys)])
 
 
-def over_the_ranks(case: Case, problem: WorkloadShard, using: Any = None, **how: Any) -> list[Tensor]:
-    """Compute out, dq, dk and dv of the whole sequence on all ranks, with the kernel ``using`` if there is one."""
-    strategy = create(case.name, kernel=problem.kernel, **how, **case.params)
-    if using is not None:
-        strategy.kernel_for = lambda q, **_: using
-    *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
-    for tensor in qkv:
-        tensor.requires_grad_()
-    out = strategy.attention(*qkv, causal=problem.causal)
-    out.backward(dout)
-    return [strategy.unshard(tensor) for tensor in (out, *(tensor.grad for tensor in qkv))]
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, scale: float | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute attention of the last tokens of k, and its LSE, by the formula; k and v may have fewer heads than q.
+
+    Arguments are those of the strategies; the mask is causal if none is given.
+    """
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~pairs_seen(mask or Mask(), q.shape[1], k.shape[1]), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), scores.logsumexp(-1)
+
+
+def dense(
+    problem: WorkloadShard, mask: Mask | None = None, tensors: Iterable[Tensor] | None = None, *,
+    scale: float | None = None, softcap: float = 0.0, sinks: Tensor | None = None, with_lse: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Compute out, dq, dk and dv, the gradient of ``sinks`` if given, and the LSE on request, by torch in float64."""
+    *leaves, dout = (x.detach().double() for x in tensors or inputs(problem))
+    leaves = [x.requires_grad_() for x in (*leaves, *([] if sinks is None else [sinks.clone()]))]
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": None if sinks is None else leaves[3]}
+    out, lse = attend(leaves[0], leaves[1], leaves[2], Mask(problem.causal) if mask is None else mask, **how)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout), *([lse.detach()] if with_lse else [])]
+
+
+def shares(
+    strategy: Any, tensors: Iterable[Tensor], mask: Mask | None = None, strided: Strided | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """Return this rank's q, k and v, which take gradients, and its dout; ``strided`` gives them their strides."""
+    local = [strategy.shard(x, documents=mask and mask.documents) for x in tensors]
+    *qkv, dout = local if strided is None else map(strided, local)
+    return [x.detach().requires_grad_() for x in qkv], dout
+
+
+def call(
+    strategy: Any, problem: WorkloadShard, mask: Mask | None = None, tensors: Iterable[Tensor] | None = None, *,
+    strided: Strided | None = None, **options: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Compute this rank's out, dq, dk and dv with a mask, by default that of the problem."""
+    leaves, dout = shares(strategy, tensors or inputs(problem), mask, strided)
+    how: dict[str, Any] = {"causal": problem.causal}
+    if mask is not None:
+        how = {"causal": mask.causal, "window_size": mask.window, "prefix": mask.prefix, "documents": mask.documents}
+    out = strategy.attention(*leaves, **how, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def whole_call(strategy: Any, problem: WorkloadShard, mask: Mask | None = None, **options: Any) -> list[Tensor]:
+    """Compute out, dq, dk and dv of the whole sequence on all ranks."""
+    return [strategy.unshard(x, documents=mask and mask.documents) for x in call(strategy, problem, mask, **options)]
+
+
+def over_the_ranks(case: Case, problem: WorkloadShard, mask: Mask | None = None, **options: Any) -> list[Tensor]:
+    """Compute out, dq, dk and dv of the whole sequence on all ranks."""
+    return whole_call(create(case.name, kernel=problem.kernel, **case.params), problem, mask, **options)
+
+
+def with_kernel(
+    rank: int, kernel: Callable[[], Any], cases: Iterable[Case], problem: WorkloadShard,
+    masks: Iterable[Mask | None] = (None,), *, overlaps: bool | None = None,
+) -> list[tuple[str, float, Any]]:  # fmt: skip
+    """Return for each case the error with a new ``kernel()``, and that kernel; labels are the case and the mask."""
+    rows = []
+    for mask in masks:
+        truth = dense(problem, mask)
+        for case in cases:
+            strategy, own = create(case.name, kernel="reference", **case.params), kernel()
+            strategy.kernel_for = lambda q, own=own, **_: own
+            if overlaps is not None:
+                strategy.overlaps_last_hop = lambda travelling: overlaps
+            label = f"{case} {mask}" if mask else str(case)
+            rows.append((label, error_of(strategy, problem, mask, truth), own))
+    return rows
+
+
+def error_of(
+    strategy: Any, problem: WorkloadShard, mask: Mask | None = None, truth: Iterable[Tensor] | None = None, *,
+    tensors: list[Tensor] | None = None, **options: Any,
+) -> float:  # fmt: skip
+    """Return the largest error of out, dq, dk and dv of the whole sequence."""
+    return worst(
+        whole_call(strategy, problem, mask, tensors=tensors, **options), truth or dense(problem, mask, tensors)
+    )
+
+
+def worst(values: Iterable[Tensor | None], truths: Iterable[Tensor | None]) -> float:
+    """Return the largest relative error."""
+    pairs = zip(values, truths, strict=True)
+    return max(relative_error(x, true) for x, true in pairs if x is not None and true is not None)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """Return the root mean square of the difference over that of the truth."""
-    return float((value.double() - truth).norm() / truth.norm())
+    """Return the root mean square of the difference over that of the truth; NaN, which `max` hides, is infinity."""
+    error = float((value.double() - truth).norm() / truth.norm())
+    return inf if isnan(error) else error
+
+
+def examples(count: int) -> settings:
+    """Return settings for ``count`` examples without health checks, because forked ranks are slow."""
+    return settings(max_examples=count, suppress_health_check=list(HealthCheck), print_blob=True)

@@ -54,14 +54,18 @@ class Driver:
 
     def operations(self, stream: Any, count: int, words: Any, _: int) -> int:
         for kind, address, value, *_rest in [list(words[number]) for number in range(count)]:
+            counter = ctypes.c_uint32.from_address(address)
             if kind == copy_engine._WRITE:
-                self._queue(stream, partial(self.write, stream, address, value, 0))
+                self.queue(stream, partial(setattr, counter, "value", value))
             else:
-                self._queue(stream, partial(_wait_for_value, ctypes.c_uint32.from_address(address), value))
+                self.wait_for(stream, counter, value)
         return 0
 
+    def wait_for(self, stream: Any, counter: ctypes.c_uint32, value: int) -> None:
+        self.queue(stream, partial(_wait_for_value, counter, value))
+
     def copy(self, target: int, source: int, size_bytes: int, _: int, stream: Any) -> int:
-        return self._queue(stream, partial(ctypes.memmove, target, source, size_bytes))
+        return self.queue(stream, partial(ctypes.memmove, target, source, size_bytes))
 
     def record(self, event: Any, stream: Any) -> int:
         self._recorded_on[event] = stream
@@ -86,7 +90,7 @@ class Driver:
             queue.pop(0)()
         return True
 
-    def _queue(self, stream: Any, operation: Callable[[], object]) -> int:
+    def queue(self, stream: Any, operation: Callable[[], object]) -> int:
         if stream == COMPUTE:
             operation()
         else:

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringprof.workload.mask import Mask
+from tests.strategies.cases import attend
+
 
 def install() -> None:
     """Install the stand-ins in `sys.modules`; to be called in a separate process."""
@@ -66,26 +69,19 @@ class _Dense(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, held: list[list[int]], causal: bool, scale: float, group: Any,
-        attends: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, held: list[list[int]], mask: Mask, scale: float | None, group: Any
     ) -> Tensor:  # fmt: skip
         ctx.full = [_whole(x, held, group).requires_grad_() for x in (q, k, v)]
         ctx.held, ctx.group, ctx.mine = held, group, held[dist.get_rank(group)]
         with torch.enable_grad():
-            wide = [x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in ctx.full]
-            scores = torch.einsum("bqhd,bkhd->bhqk", wide[0], wide[1]) * scale
-            if causal:
-                scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
-            if attends is not None:
-                scores = scores.masked_fill(~attends, float("-inf"))
-            ctx.out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide[2])
+            ctx.out = attend(ctx.full[0], ctx.full[1], ctx.full[2], mask, scale=scale)[0]
         out: Tensor = ctx.out.detach()[:, ctx.mine].to(q.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         whole = torch.autograd.grad(ctx.out, ctx.full, _whole(dout, ctx.held, ctx.group))
-        return (*(x[:, ctx.mine].to(dout.dtype) for x in whole), None, None, None, None, None)
+        return (*(x[:, ctx.mine].to(dout.dtype) for x in whole), None, None, None, None)
 
 
 def _whole(x: Tensor, held: list[list[int]], group: Any) -> Tensor:
@@ -96,12 +92,11 @@ def _whole(x: Tensor, held: list[list[int]], group: Any) -> Tensor:
 
 
 def _dense(
-    layout: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: Any,
-    attends: Tensor | None = None,
+    layout: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, group: Any
 ) -> Tensor:  # fmt: skip
     size = dist.get_world_size(group)
     held = [layout(q.shape[1] * size, size, rank) for rank in range(size)]
-    out: Tensor = _Dense.apply(q, k, v, held, causal, q.shape[-1] ** -0.5 if scale is None else scale, group, attends)
+    out: Tensor = _Dense.apply(q, k, v, held, mask, scale, group)
     return out
 
 
@@ -122,7 +117,7 @@ def _attention(positions, causal_only=""):
     ):  # fmt: skip
         _check_plain(dropout_p, window_size, alibi_slopes, return_attn_probs, deterministic)
         assert causal or not causal_only, causal_only
-        return _dense(positions, q, k, v, causal, softmax_scale, group)
+        return _dense(positions, q, k, v, Mask(causal), softmax_scale, group)
 
     return call
 
@@ -153,7 +148,7 @@ def _llama3(
     assert max_seqlen_q == q.shape[0] == int(cu_seqlens_q[-1])
     assert max_seqlen_k == int(cu_seqlens_k[-1]) == local_k_slice.stop == (rank + 1) * q.shape[0]
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    return _dense(_contiguous, q, k, v, causal, softmax_scale, group).squeeze(0)
+    return _dense(_contiguous, q, k, v, Mask(causal), softmax_scale, group).squeeze(0)
 
 
 # --- yunchang -----------------------------------------------------------------------------------------
@@ -194,7 +189,7 @@ class _LongContextAttention(torch.nn.Module):
             tokens = _two_chunks(seq, ring, position)
             return tokens[within * seq // size : (within + 1) * seq // size]
 
-        return _dense(layout, query, key, value, causal, softmax_scale, None)
+        return _dense(layout, query, key, value, Mask(causal), softmax_scale, None)
 
 
 # --- Transformer Engine -------------------------------------------------------------------------------
@@ -232,9 +227,8 @@ class _DotProduct(torch.nn.Module):
         assert self.sizes == (query_layer.shape[-2], key_layer.shape[-2], query_layer.shape[-1])
         assert window_size is None or (self.comm_type in ("a2a", "all_gather") and window_size[1] == 0)
         if not self.packed:
-            seq = query_layer.shape[1] * dist.get_world_size(self.group)
-            out = _dense(_two_chunks, *tensors, self.causal, self.scale, self.group, _in_window(seq, window_size))
-            return out.flatten(2)
+            mask = Mask.of(window=window_size or (-1, -1), causal=self.causal)
+            return _dense(_two_chunks, *tensors, mask, self.scale, self.group).flatten(2)
         # The package finds no padding between sequences where both lengths are one object.
         assert cu_seqlens_q is cu_seqlens_q_padded and cu_seqlens_kv is cu_seqlens_kv_padded
         assert cu_seqlens_q.dtype == torch.int32 and query_layer.dim() == 3
@@ -245,13 +239,6 @@ class _DotProduct(torch.nn.Module):
             assert seq == ends[-1]
             return [first + token for first, end in pairwise(ends) for token in _two_chunks(end - first, size, rank)]
 
-        document = torch.bucketize(torch.arange(ends[-1]), torch.tensor(ends[1:]), right=True)
-        attends = (document[:, None] == document) & _in_window(ends[-1], window_size)
+        mask = Mask.of(documents=ends, window=window_size or (-1, -1), causal=self.causal)
         q, k, v = (x.unsqueeze(0) for x in tensors)
-        return _dense(layout, q, k, v, self.causal, self.scale, self.group, attends).squeeze(0).flatten(1)
-
-
-def _in_window(seq: int, window: tuple[int, int] | None) -> Tensor:
-    back = torch.arange(seq)[:, None] - torch.arange(seq)
-    left, right = (seq, seq) if window is None else window
-    return (back <= left) & (back >= -right)
+        return _dense(layout, q, k, v, mask, self.scale, self.group).squeeze(0).flatten(1)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringprof.strategies import UnknownName, Unsupported
 from tests.recording.command import HANGS_S
 
 # torch counts devices in a process's first backward pass, and forked ranks can have none of their own once there were
@@ -46,6 +47,15 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     if failed:
         raise AssertionError("\n".join(["a rank failed:", *failed]))
     return [value for _, value in results]
+
+
+def refusal(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Return the message with which strategies refuse a call; empty where they do not."""
+    try:
+        call(*args, **options)
+    except (Unsupported, UnknownName) as error:
+        return str(error)
+    return ""
 
 
 def _receive(pipe: Connection, process: multiprocessing.process.BaseProcess) -> tuple[bool, Any]:

@@ -17,49 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from ringprof.strategies import RankRaised, Unsupported, create, names
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS, choose_kernel
-from tests.strategies.cases import CASES, WorkloadShard, dense, inputs, relative_error
-from tests.strategies.ranks import run_ranks
+from tests.strategies import cases
+from tests.strategies.cases import CASES, WorkloadShard, call, dense, error_of, inputs, relative_error, worst
+from tests.strategies.ranks import refusal, run_ranks
 
 PROBLEM = WorkloadShard(seq=16, heads=4, kv_heads=2)
 
 
 def shares(strategy: Any, problem: WorkloadShard = PROBLEM) -> tuple[list[torch.Tensor], torch.Tensor]:
-    *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
-    return [tensor.detach().requires_grad_() for tensor in qkv], dout
-
-
-# --- the LSE in the loss ----------------------------------------------------------------------------
-
-
-def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
-    """Return the errors where the LSE is in the loss of rank 0 alone: strategies send different tensors for it."""
-    problem = WorkloadShard(seq=16, heads=4, kv_heads=2, dtype=torch.float32)
-    full = [tensor.double() for tensor in inputs(problem)]
-    leaves = [tensor.requires_grad_() for tensor in full[:3]]
-    wide = [leaf.repeat_interleave(2, 2) for leaf in leaves[1:]]
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide[0]) * problem.head_dim**-0.5
-    scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
-    out, lse = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide[1]), scores.logsumexp(-1)
-    errors = []
-    for case in [case for case in CASES if 2 in case.worlds]:
-        strategy = create(case.name, kernel=kernel, **case.params)
-        mine, dout = shares(strategy, problem)
-        local_out, local_lse = strategy.attention(*mine, return_lse=True)
-        loss = (local_out * dout).sum()
-        (loss + local_lse.sum() if rank == 0 else loss).backward()
-        of_rank_0 = lse[..., strategy.layout.positions(16, 2, 0)].sum()
-        truths = torch.autograd.grad((out * full[3]).sum() + of_rank_0, leaves, retain_graph=True)
-        pairs = [(x.grad, strategy.shard(truth)) for x, truth in zip(mine, truths, strict=True)]
-        errors.append((str(case), max(relative_error(value, truth) for value, truth in pairs if value is not None)))
-    return errors
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
-def test_loss_of_some_ranks_can_use_the_lse(kernel):
-    for errors in run_ranks(2, lse_on_one_rank, kernel):
-        for case, error in errors:
-            assert error < 1e-5, case
+    return cases.shares(strategy, inputs(problem))
 
 
 # --- gradients of gradients -------------------------------------------------------------------------
@@ -96,10 +62,7 @@ def transformed(rank: int) -> list[str]:
         strategy = create(name, kernel="reference")
         mine = [x.detach() for x in shares(strategy)[0]]
         loss: Any = lambda *qkv, of=strategy: of.attention(*qkv).sum()  # noqa: E731
-        for transform in (torch.func.grad(loss), torch.vmap(loss)):
-            with pytest.raises(Unsupported) as refused:
-                transform(*mine)
-            messages.append(str(refused.value))
+        messages += [refusal(transform, *mine) for transform in (torch.func.grad(loss), torch.vmap(loss))]
     return messages
 
 
@@ -126,10 +89,7 @@ def interrupted(rank: int) -> dict[str, float]:
             with suppress(ZeroDivisionError, RankRaised), failing:
                 strategy.attention(*mine).backward(dout)
             strategy.recover()
-        out = strategy.attention(*mine)
-        results = (out.detach(), *torch.autograd.grad(out, mine, dout))
-        pairs = zip(results, dense(PROBLEM), strict=True)
-        errors[str(case)] = max(relative_error(x, strategy.shard(truth)) for x, truth in pairs)
+        errors[str(case)] = error_of(strategy, PROBLEM)
     return errors
 
 
@@ -175,40 +135,13 @@ def checkpointed(rank: int) -> float:
             mine, dout = shares(strategy)
             out = checkpoint(strategy.attention, *mine, use_reentrant=reentrant)
             out.backward(dout)
-            pairs = zip((out.detach(), *(x.grad for x in mine)), dense(PROBLEM), strict=True)
-            errors.append(max(relative_error(value, strategy.shard(truth)) for value, truth in pairs))
+            errors.append(worst([out.detach(), *(x.grad for x in mine)], map(strategy.shard, dense(PROBLEM))))
     return max(errors)
 
 
 @pytest.mark.processes
 def test_checkpoints_of_both_kinds_are_exact():
     assert max(run_ranks(2, checkpointed)) < 1e-13
-
-
-def strided_inputs(rank: int) -> float:
-    """Return the largest error with q, k and v in (B, H, S, D) memory, and as slices of a fused projection."""
-    errors = []
-    for batch in (1, 2):
-        problem = WorkloadShard(seq=16, batch=batch, heads=4, kv_heads=4)
-        truth = dense(problem)
-        for name in names():
-            strategy = create(name, kernel="reference")
-            mine, dout = shares(strategy, problem)
-            fused = torch.cat([x.detach() for x in mine], 2).chunk(3, 2)
-            turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in mine]
-            for inputs_ in (fused, turned):
-                leaves = [x.detach().requires_grad_() for x in inputs_]
-                assert any(not x.is_contiguous() for x in leaves)
-                out = strategy.attention(*leaves)
-                gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2).contiguous().transpose(1, 2))
-                pairs = zip((out.detach(), *gradients), truth, strict=True)
-                errors.append(max(relative_error(value, strategy.shard(true)) for value, true in pairs))
-    return max(errors)
-
-
-@pytest.mark.processes
-def test_strided_inputs_are_exact():
-    assert max(run_ranks(2, strided_inputs)) < 1e-13
 
 
 def with_other_defaults(rank: int) -> float:
@@ -228,8 +161,7 @@ def with_other_defaults(rank: int) -> float:
             out.backward(dout)
             torch.set_default_dtype(torch.float32)
         assert q.grad is not None and kv.grad is not None
-        pairs = zip((out.detach(), q.grad, *kv.grad), truth, strict=True)
-        errors += [relative_error(value, strategy.shard(true)) for value, true in pairs]
+        errors.append(worst([out.detach(), q.grad, *kv.grad], map(strategy.shard, truth)))
     return max(errors)
 
 
@@ -245,17 +177,14 @@ def in_two_threads(rank: int) -> float:
 
     def work(strategy: Any) -> None:
         for _ in range(8):
-            mine, dout = shares(strategy)
-            out = strategy.attention(*mine)
-            pairs = zip((out.detach(), *torch.autograd.grad(out, mine, dout)), truth, strict=True)
-            errors.extend(relative_error(value, strategy.shard(true)) for value, true in pairs)
+            errors.append(worst(call(strategy, PROBLEM), map(strategy.shard, truth)))
 
     threads = [Thread(target=work, args=(strategy,)) for strategy in strategies[:: 1 - 2 * rank]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return max(errors) if len(errors) == 2 * 8 * 4 else float("inf")
+    return max(errors) if len(errors) == 2 * 8 else float("inf")
 
 
 @pytest.mark.processes
@@ -333,8 +262,7 @@ def compiled(rank: int) -> float:
         warnings.simplefilter("ignore")
         out = torch.compile(model, backend="eager")(*mine)
     out.backward(dout)
-    results = (out.detach(), *(x.grad for x in mine))
-    return max(relative_error(x, strategy.shard(true)) for x, true in zip(results, dense(PROBLEM), strict=True))
+    return worst([out.detach(), *(x.grad for x in mine)], map(strategy.shard, dense(PROBLEM)))
 
 
 @pytest.mark.processes

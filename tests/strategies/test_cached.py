@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +20,9 @@ from ringprof.strategies import Unsupported, create, find, for_inference, names
 from ringprof.strategies.annotate import redirect_annotations
 from ringprof.strategies.base import Shape
 from ringprof.workload.mask import Mask
-from tests.strategies.cases import Case
-from tests.strategies.ranks import run_ranks
-from tests.strategies.test_results import examples
+from tests.strategies.cases import Case, attend, examples
+from tests.strategies.ranks import refusal, run_ranks
+from tests.strategies.test_hops_on_cpu import on_transport
 from tests.test_mask import sees
 
 
@@ -73,60 +75,58 @@ def inputs(problem: WorkloadShard) -> list[Tensor]:
     return [*(x[: problem.batch] for x in qkv), sinks[0].flatten()]
 
 
-def held(strategy: Any) -> dict[str, str]:
-    """Return the argument that says that ring-prefill's cached keys lie where `shard_cache` puts them."""
-    return {"kv_chunks": "contiguous"} if strategy.phase == "prefill" else {}
-
-
 def dense(problem: WorkloadShard) -> tuple[Tensor, Tensor]:
-    """Compute the output and LSE one row and head at a time, and check for every key whether the query sees it."""
+    """Compute the output and LSE of all new tokens."""
     q, k, v, sinks = inputs(problem)
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = torch.empty(problem.batch, problem.heads, problem.new, dtype=torch.float64)
-    for batch in range(problem.batch):
-        for row in range(problem.new):
-            position = problem.keys - problem.new + row
-            seen = [key for key in range(problem.keys) if sees(problem.mask(), position, key)]
-            for head in range(problem.heads):
-                kv_head = head // (problem.heads // problem.kv_heads)
-                scores = k[batch, seen, kv_head] @ q[batch, row, head] / math.sqrt(problem.head_dim)
-                if problem.softcap:
-                    scores = problem.softcap * (scores / problem.softcap).tanh()
-                total = scores.exp().sum() + (sinks[head].exp() if problem.sinks else 0)
-                out[batch, row, head] = scores.exp() @ v[batch, seen, kv_head] / total
-                lse[batch, head, row] = total.log()
-    return out, lse
+    return attend(q, k, v, problem.mask(), softcap=problem.softcap, sinks=sinks if problem.sinks else None)
+
+
+def attended(
+    strategy: Any, problem: WorkloadShard, chunks: Sequence[int] | None = None, tensors: list[Tensor] | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Attend to a cache that lies where `shard_cache` puts it, or where prefill has computed these chunks."""
+    q, k, v, sinks = tensors or inputs(problem)
+    if chunks is None:
+        mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
+        where: dict[str, Any] = {"kv_chunks": "contiguous"} if strategy.phase == "prefill" else {}
+    else:
+        starts = [sum(chunks[:index]) for index in range(len(chunks))]
+        held = torch.cat([start + strategy.query_positions(n) for start, n in zip(starts, chunks, strict=True)])
+        mine, where = [k[:, held], v[:, held]], {"kv_chunks": chunks}
+    heads = strategy.heads(problem.heads, problem.kv_heads).returned
+    where |= {"causal": problem.causal, "window_size": problem.window, "prefix": problem.prefix}
+    where |= {"softcap": problem.softcap, "sinks": sinks[heads] if problem.sinks else None}
+    return strategy.attention(strategy.shard(q), *mine, **{**where, **options})
+
+
+Problem = tuple[WorkloadShard, Sequence[int] | None]
+"""A problem, and the chunks whose keys lie where prefill has computed them; None: they lie as `shard_cache` says."""
 
 
 def errors(
-    rank: int, cases: list[Case], problem: WorkloadShard, truth: tuple[Tensor, Tensor]
+    rank: int, cases: list[Case], problems: list[tuple[Problem, tuple[Tensor, Tensor]]]
 ) -> list[tuple[str, float]]:
-    q, k, v, sinks = inputs(problem)
-    exact, exact_lse = truth
     results = []
-    for case in cases:
+    for case, ((problem, chunks), (exact, exact_lse)) in product(cases, problems):
         strategy = create(case.name, kernel=problem.kernel, **case.params)
-        mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
-        heads = strategy.heads(problem.heads, problem.kv_heads).returned
-        options = {"window_size": problem.window, "prefix": problem.prefix, "softcap": problem.softcap}
-        options |= held(strategy)
-        out, lse = strategy.attention(
-            strategy.shard(q), *mine, causal=problem.causal, kv_length=problem.keys, return_lse=True,
-            sinks=sinks[heads] if problem.sinks else None, **options,
-        )  # fmt: skip
-        share = strategy.shard_output(exact)
+        length = problem.keys if chunks is None else None
+        out, lse = attended(strategy, problem, chunks, return_lse=True, kv_length=length)
         rows = strategy.shard_output(exact_lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
-        differences = torch.cat([(out - share).flatten(), (lse - rows).flatten(), torch.zeros(1)])
-        error = float(differences.abs().max())
+        wrong = torch.cat([(out - strategy.shard_output(exact)).flatten(), (lse - rows).flatten(), torch.zeros(1)])
         counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
         torch.distributed.all_reduce(counted)
-        rows = range(problem.keys - problem.new, problem.keys)
-        area = sum(sees(problem.mask(), row, key) for row in rows for key in range(problem.keys))
+        queries = range(problem.keys - problem.new, problem.keys)
+        area = sum(sees(problem.mask(), row, key) for row in queries for key in range(problem.keys))
         assert problem.mask().area(problem.keys, problem.new) == area
-        if int(counted) != problem.flops_per_pair() * area:
-            error = math.inf
-        results.append((f"{case} {problem}", error))
+        is_counted = int(counted) == problem.flops_per_pair() * area
+        results.append((f"{case} {problem} {chunks}", float(wrong.abs().max()) if is_counted else math.inf))
     return results
+
+
+def check(world: int, cases: list[Case], problems: list[Problem]) -> None:
+    for results in run_ranks(world, errors, cases, [(problem, dense(problem[0])) for problem in problems]):
+        assert [(label, error) for label, error in results if not error < 1e-12] == []
 
 
 @pytest.mark.processes
@@ -139,71 +139,55 @@ def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) ->
         WorkloadShard(5, 64, causal=False),
         WorkloadShard(2, 3),
         WorkloadShard(1, 1),
-    ]
-    cases = DECODE + [case for case in GROUPS if world in case.worlds]
-    masked = [
         WorkloadShard(1, 29, window=(7, 0)),
         WorkloadShard(5, 29, window=(2, 0), prefix=3, sinks=True),
         WorkloadShard(4, 6, window=(3, 0), prefix=5, softcap=1.5, v_head_dim=3),
         WorkloadShard(5, 40, causal=False, window=(9, 1), prefix=2, v_head_dim=1, sinks=True),
         WorkloadShard(2, 29, window=(7, 0), batch=0),
+        WorkloadShard(4, 40, kernel="cpu-flash"),
     ]
-    for problem in [*problems, *masked, WorkloadShard(4, 40, kernel="cpu-flash")]:
-        for label, error in run_ranks(world, errors, cases, problem, dense(problem))[0]:
-            assert error < 1e-12, label
+    check(world, DECODE + [case for case in GROUPS if world in case.worlds], [(x, None) for x in problems])
+
+
+def errors_in_late_hops(rank: int, transport: str, folder: str, problems: Any) -> list[tuple[str, float]]:
+    """Return the errors over hops that come as late as their contract allows, in memory that is poisoned before."""
+    with on_transport(transport, "late", folder):
+        return errors(rank, [*PREFILL, *DECODE], problems)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_late_hops_of_prefill_and_decode_are_exact(world: int, transport: str, tmp_path: Path) -> None:
     problems = [
-        WorkloadShard(16, 48),
-        WorkloadShard(8, 8),
-        WorkloadShard(16, 24, causal=False),
-        WorkloadShard(8, 136, kernel="cpu-flash"),
-    ]
-    masked = [
-        WorkloadShard(16, 48, window=(6, 0), sinks=True),
-        WorkloadShard(16, 48, window=(20, 0), prefix=11, softcap=1.5, v_head_dim=3),
-        WorkloadShard(8, 8, window=(2, 0), prefix=1),
-        WorkloadShard(16, 24, causal=False, window=(9, 1), prefix=2, sinks=True, v_head_dim=1),
-        WorkloadShard(8, 136, window=(50, 0), prefix=40, kernel="cpu-flash"),
-        # Of one rank's early and late tokens some see keys of the other's, and those between them see none.
-        WorkloadShard(8, 24, window=(1, 0)),
-        WorkloadShard(16, 48, window=(1, 0), kernel="cpu-flash"),
-        WorkloadShard(8, 24, batch=0),
-    ]
-    for problem in problems + masked:
-        for label, error in run_ranks(world, errors, PREFILL, problem, dense(problem))[0]:
-            assert error < 1e-12, label
+        WorkloadShard(16, 48), WorkloadShard(16, 48, window=(6, 0), sinks=True),
+        WorkloadShard(16, 24, causal=False, window=(9, 1), prefix=2, v_head_dim=1), WorkloadShard(8, 8, batch=2),
+    ]  # fmt: skip
+    with_truths = [((problem, None), dense(problem)) for problem in problems]
+    for label, error in run_ranks(world, errors_in_late_hops, transport, str(tmp_path), with_truths)[0]:
+        assert error < 1e-12, label
 
 
-ChunkedProblem = tuple[WorkloadShard, tuple[int, ...], tuple[Tensor, Tensor]]
-
-
-def chunked_errors(rank: int, problems: list[ChunkedProblem]) -> list[float]:
-    """Return the errors of the last chunk of prompts whose earlier chunks are where prefill has computed them."""
-    largest = []
-    for case, (problem, chunks, truth) in product(PREFILL, problems):
-        q, k, v, sinks = inputs(problem)
-        strategy = create(case.name, kernel=problem.kernel, **case.params)
-        starts = [sum(chunks[:index]) for index in range(len(chunks))]
-        held = torch.cat([start + strategy.query_positions(n) for start, n in zip(starts, chunks, strict=True)])
-        out, lse = strategy.attention(
-            strategy.shard(q), k[:, held], v[:, held], causal=problem.causal, kv_chunks=chunks, return_lse=True,
-            window_size=problem.window, prefix=problem.prefix, softcap=problem.softcap,
-            sinks=sinks if problem.sinks else None,
-        )  # fmt: skip
-        rows = strategy.shard_output(truth[1].transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
-        wrong = torch.cat([(out - strategy.shard_output(truth[0])).flatten(), (lse - rows).flatten(), torch.zeros(1)])
-        counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
-        torch.distributed.all_reduce(counted)
-        area = problem.mask().area(problem.keys, problem.new)
-        assert int(counted) == problem.flops_per_pair() * area, (case, problem)
-        largest.append(float(wrong.abs().max()))
-    return largest
-
-
+PROBLEMS = [
+    WorkloadShard(16, 48),
+    WorkloadShard(8, 8),
+    WorkloadShard(16, 24, causal=False),
+    WorkloadShard(8, 136, kernel="cpu-flash"),
+    WorkloadShard(16, 48, window=(6, 0), sinks=True),
+    WorkloadShard(16, 48, window=(20, 0), prefix=11, softcap=1.5, v_head_dim=3),
+    WorkloadShard(8, 8, window=(2, 0), prefix=1),
+    WorkloadShard(16, 24, causal=False, window=(9, 1), prefix=2, sinks=True, v_head_dim=1),
+    WorkloadShard(8, 136, window=(50, 0), prefix=40, kernel="cpu-flash"),
+    # Of one rank's early and late tokens some see keys of the other's, and those between them see none.
+    WorkloadShard(8, 24, window=(1, 0)),
+    WorkloadShard(16, 48, window=(1, 0), kernel="cpu-flash"),
+    WorkloadShard(8, 24, batch=0),
+    # 5, 1 and 17 cached keys in contiguous shares that differ by one key.
+    WorkloadShard(24, 29),
+    WorkloadShard(24, 25),
+    WorkloadShard(24, 25, window=(3, 0)),
+    WorkloadShard(24, 41, window=(9, 0), prefix=4),
+]
 CHUNKED: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((24,), {}),
     ((24, 24, 24), {"window": (5, 0)}),
@@ -223,40 +207,19 @@ CHUNKED: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_chunks_whose_keys_stay_where_they_were_computed_are_exact(world: int) -> None:
-    problems = [(WorkloadShard(chunks[-1], sum(chunks), **options), chunks) for chunks, options in CHUNKED]
-    with_truth = [(problem, chunks, dense(problem)) for problem, chunks in problems]
-    labels = list(product(PREFILL, CHUNKED))
-    for rank, largest in enumerate(run_ranks(world, chunked_errors, with_truth)):
-        for label, error in zip(labels, largest, strict=True):
-            assert error < 1e-12, (rank, label)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_cache_that_the_ranks_cannot_share_evenly_is_exact_in_prefill(world: int) -> None:
-    """5, 1 and 17 cached keys in contiguous shares that differ by one key."""
-    new = 4 * world
-    for problem in (
-        WorkloadShard(new, new + 5),
-        WorkloadShard(new, new + 1),
-        WorkloadShard(new, new + 1, window=(3, 0)),
-        WorkloadShard(new, new + 17, window=(9, 0), prefix=4),
-    ):
-        for label, error in run_ranks(world, errors, PREFILL, problem, dense(problem))[0]:
-            assert error < 1e-12, label
+def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
+    """Keys of earlier chunks stay where they were computed, and a cache lies in contiguous shares."""
+    chunked: list[Problem] = [(WorkloadShard(x[-1], sum(x), **options), x) for x, options in CHUNKED]
+    check(world, PREFILL, [(problem, None) for problem in PROBLEMS if problem.new % (2 * world) == 0] + chunked)
 
 
 def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list[float]:
     """Return the errors in a program whose default device is ``meta``."""
-    q, k, v, _ = inputs(problem)
-    errors = []
+    errors, tensors = [], inputs(problem)
     for name in ("dcp", "ring-prefill"):
         with torch.device("meta"):
             strategy = create(name, kernel="reference")
-            mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
-            window = {"window_size": problem.window, "prefix": problem.prefix}
-            out = strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, **window, **held(strategy))
+            out = attended(strategy, problem, None, tensors, kv_length=problem.keys)
         errors.append(float((out - strategy.shard_output(truth)).abs().max()))
     return errors
 
@@ -292,8 +255,7 @@ def drawn(draw) -> tuple[list[Case], WorkloadShard]:
 
 def drawn_are_exact(given_: tuple[list[Case], WorkloadShard]) -> None:
     cases, problem = given_
-    for label, error in run_ranks(4, errors, cases, problem, dense(problem))[0]:
-        assert error < 1e-12, label
+    check(4, cases, [(problem, None)])
 
 
 @pytest.mark.processes
@@ -311,14 +273,10 @@ def test_many_random_caches_are_exact(drawn_one) -> None:
 
 
 def sent(rank: int, cases: list[Case], problem: WorkloadShard) -> list[dict[tuple[str, str], int]]:
-    q, k, v, _ = inputs(problem)
     bytes_by_case = []
     for case in cases:
         strategy = create(case.name, kernel="reference", **case.params)
-        mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
-        strategy.attention(
-            strategy.shard(q), *mine, kv_length=problem.keys, window_size=problem.window, **held(strategy)
-        )
+        attended(strategy, problem, kv_length=problem.keys)
         meter = strategy.comm.meter.sent
         bytes_by_case.append({(channel, operation): size for (channel, _, operation, _), (_, size) in meter.items()})
     return bytes_by_case
@@ -357,9 +315,7 @@ def windows_over_a_cache(rank: int) -> list[str]:
         ("ring-prefill", {"window_size": (4, 0), "prefix": 2}),
         ("dcp", {"kv_chunks": "contiguous", "kv_length": 16}),
     ):  # fmt: skip
-        with pytest.raises(Unsupported) as refusal:
-            create(name, kernel="reference").attention(x[:, :2], x, x, **options)
-        refusals.append(str(refusal.value))
+        refusals.append(refusal(create(name, kernel="reference").attention, x[:, :2], x, x, **options))
     # Without a cache, or a window, nothing is to be declared.
     strategy = create("ring-prefill", kernel="reference")
     strategy.attention(x, x, x, window_size=(4, 0))
@@ -427,7 +383,7 @@ def test_cached_key_positions_of_each_rank() -> None:
 @pytest.mark.parametrize("name", ["dcp", "ring-prefill"])
 def test_cache_shapes_need_no_list_of_positions(name: str) -> None:
     """A list of 2**50 positions fits in no memory: a dry run of a cache that is too large must still end."""
-    assert create(name).local_shapes(Shape(1, 4, 8, 2, 8, 2**50)).kv == (1, 2**50, 2, 8)
+    assert create(name).local_shapes(Shape(1, 4, 8, 2, 8, 2**50))[1] == (1, 2**50, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -444,12 +400,8 @@ def test_unsupported_cache_is_refused_with_the_reason(name, shape, size, params,
 
 
 def error_with_inferred_length(rank: int, case: Case, problem: WorkloadShard, exact: Tensor) -> float:
-    q, k, v, _ = inputs(problem)
     strategy = create(case.name, kernel="reference", **case.params)
-    mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
-    options = {"causal": problem.causal, "window_size": problem.window, **held(strategy)}
-    out = strategy.attention(strategy.shard(q), *mine, **options)
-    return float((out - strategy.shard_output(exact)).abs().max())
+    return float((attended(strategy, problem) - strategy.shard_output(exact)).abs().max())
 
 
 @pytest.mark.processes
@@ -473,17 +425,9 @@ def test_kv_length_is_optional_where_a_rank_can_infer_it(case: Case, problem: Wo
 
 def refusals(rank: int, problem: WorkloadShard, case: Case, calls: list[tuple[Any, Any]]) -> list[str]:
     """Return the message of each call, whose options are those of rank 0 and those of rank 1; empty if it is right."""
-    q, k, v, _ = inputs(problem)
     strategy = create(case.name, kernel="reference", **case.params)
-    mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
-    said = []
-    for options in calls:
-        try:
-            strategy.attention(strategy.shard(q), *mine, **{"kv_length": problem.keys} | options[rank])
-            said.append("")
-        except Unsupported as error:
-            said.append(str(error))
-    return said
+    default = {"kv_length": problem.keys, "kv_chunks": None}
+    return [refusal(attended, strategy, problem, **default | options[rank]) for options in calls]
 
 
 @pytest.mark.processes
@@ -541,11 +485,9 @@ def test_ranks_whose_calls_differ_are_all_told_which_rank_does(case, problem, ca
 
 
 def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str]]:
-    q, k, v, _ = inputs(problem)
     names_by_case = []
     for case in cases:
         strategy = create(case.name, kernel="reference", **case.params)
-        mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
         names: set[str] = set()
 
         def listen(name: str, names: set[str] = names) -> AbstractContextManager[None]:
@@ -553,7 +495,7 @@ def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str
             return nullcontext()
 
         with redirect_annotations(listen):
-            strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys)
+            attended(strategy, problem, kv_length=problem.keys)
         names_by_case.append(names)
     return names_by_case
 
@@ -564,10 +506,11 @@ def test_decode_and_prefill_use_the_ranges_of_training() -> None:
     merges = [f"fwd/step={step}/merge" for step in range(2)]
     blocks = [f"fwd/step={step}/block" for step in range(2)]
     (decode,) = run_ranks(2, phases, [Case("dcp")], WorkloadShard(1, 32))[0]
-    assert decode - {"send", "wait"} == {blocks[0], merges[1]}
+    waits = {"send", "wait", "wait-for-all"}
+    assert decode - waits == {blocks[0], merges[1]}
     hops, queries = run_ranks(2, phases, PREFILL[:2], WorkloadShard(16, 48))[1]
-    assert hops - {"send", "wait"} == {*blocks, *merges}
-    assert queries - {"send", "wait"} == {*blocks, *merges, "fwd/step=2/merge"}
+    assert hops - waits == {*blocks, *merges}
+    assert queries - waits == {*blocks, *merges, "fwd/step=2/merge"}
     assert all({"send", "wait"} <= names for names in (decode, hops, queries))
 
 

@@ -8,20 +8,22 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ringprof.strategies import Unsupported, create, names
 from ringprof.strategies.errors import PeerLost
 from ringprof.strategies.transport import call_comparison
 from ringprof.strategies.transport.call_comparison import compare_call, difference
+from ringprof.workload.mask import Mask
 from tests.paths import ROOT
-from tests.strategies.ranks import run_ranks
+from tests.strategies.cases import attend
+from tests.strategies.ranks import refusal, run_ranks
 
 SEQ = 32
 MEANS = ["memory", "store"]
@@ -37,13 +39,19 @@ def by(means: str) -> Any:
     return BY_STORE if means == "store" else patch.object(call_comparison, "WARNED_AFTER_S", 60.0)
 
 
-def dense(x: Tensor, documents: list[int] | None) -> Tensor:
-    """Compute causal self-attention of ``x`` (B, S, H, D) within documents."""
-    bounds = torch.tensor([0, SEQ] if documents is None else documents)
-    document = torch.bucketize(torch.arange(SEQ), bounds, right=True)
-    visible = (document[:, None] == document).tril()
-    scores = torch.einsum("bqhd,bkhd->bhqk", x, x) * x.shape[-1] ** -0.5
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, float("-inf")).softmax(-1), x)
+def WORLD() -> Any:
+    return dist.group.WORLD
+
+
+@cache
+def processes() -> Any:
+    """Return the process IDs of the ranks, which they exchange in the first call."""
+    return create("ring").comm.processes
+
+
+def compare(documents: tuple[int, ...], *, may_pass: bool = False, **call: Any) -> None:
+    """Compare a call of this rank with those of the others."""
+    compare_call(WORLD(), {"documents": documents, **call}, processes(), may_pass=may_pass)
 
 
 # Message sizes of a ring depend on the first pair, but not on the second.
@@ -70,7 +78,8 @@ def batches_of_two_loaders(rank: int, means: str) -> list[tuple[str, int, str]]:
                 except Unsupported as error:
                     refusals.append((name, index, str(error)))
                 else:
-                    assert torch.allclose(out, strategy.shard(dense(x, documents), documents=held), rtol=0, atol=1e-13)
+                    right = attend(x, x, x, Mask.of(documents=documents))[0]
+                    assert torch.allclose(out, strategy.shard(right, documents=held), rtol=0, atol=1e-13)
     return refusals
 
 
@@ -92,9 +101,7 @@ def other_windows(rank: int) -> str:
     q = strategy.shard(torch.randn(1, 30, 4, 8), documents=[0, 5, 30])
     for window in ((3, 0), (4, 0)):
         strategy.attention(q, q, q, documents=[0, 5, 30], window_size=window)
-    with pytest.raises(Unsupported) as refusal:
-        strategy.attention(q, q, q, documents=[0, 5, 30], window_size=(3 + rank // 2, 0))
-    return str(refusal.value)
+    return refusal(strategy.attention, q, q, q, documents=[0, 5, 30], window_size=(3 + rank // 2, 0))
 
 
 @pytest.mark.processes
@@ -106,16 +113,14 @@ def test_known_calls_that_differ_in_their_window_are_refused():
 
 def many_calls(rank: int, means: str, count: int) -> list[int]:
     """Make calls at random times; return the numbers of those that were refused."""
-    group: Any = dist.group.WORLD
     own = random.Random(rank)
-    processes = create("ring").comm.processes
     refused = []
     with by(means):
         for number, differs in enumerate(random.Random(0).choices([False, False, False, True], k=count)):
             if own.random() < 0.1:
                 time.sleep(own.random() / 100)
             try:
-                compare_call(group, {"documents": (0, number + (differs and rank == 2), SEQ)}, processes)
+                compare((0, number + (differs and rank == 2), SEQ))
             except Unsupported:
                 refused.append(number)
     return refused
@@ -129,15 +134,13 @@ def test_exactly_the_calls_that_differ_are_refused(means):
 
 
 def calls_beyond_32_bits(rank: int) -> bool:
-    processes = create("ring").comm.processes
-    group: Any = dist.group.WORLD
-    compare_call(group, {"documents": ()}, processes)
-    comparison = call_comparison._comparisons[group]
+    compare(())
+    comparison = call_comparison._comparisons[WORLD()]
     assert comparison._words is not None
     # From the first row of the memory on, so that none is empty when the numbers begin again.
     comparison._calls = 2**32 - call_comparison._HISTORY - 1
     for count in range(call_comparison._HISTORY + 3):
-        compare_call(group, {"documents": (0, count)}, processes)
+        compare((0, count))
     return True
 
 
@@ -147,12 +150,10 @@ def test_the_number_of_a_call_may_exceed_its_bits():
 
 
 def without_rank_1(rank: int) -> str:
-    processes = create("ring").comm.processes
-    group: Any = dist.group.WORLD
-    compare_call(group, {"documents": ()}, processes)
+    compare(())
     if rank == 0:
         with patch.object(call_comparison, "timeout", lambda: timedelta(seconds=1)), pytest.raises(PeerLost) as lost:
-            compare_call(group, {"documents": ()}, processes)
+            compare(())
         return str(lost.value)
     return ""
 
@@ -165,16 +166,14 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def beside_one_that_has_ended(rank: int) -> str:
-    processes = create("ring").comm.processes
-    group: Any = dist.group.WORLD
     with patch.object(call_comparison, "INTERVAL_S", 0.02):
-        compare_call(group, {"documents": ()}, processes, may_pass=True)
+        compare((), may_pass=True)
         if rank == 0:
-            call_comparison._comparisons[group]._processes[1] = 2**30  # above every process ID
+            call_comparison._comparisons[WORLD()]._processes[1] = 2**30  # above every process ID
             with pytest.raises(PeerLost) as lost:
                 for _ in range(500):
                     time.sleep(0.01)
-                    compare_call(group, {"documents": ()}, processes, may_pass=True)
+                    compare((), may_pass=True)
             return str(lost.value)
     return ""
 
@@ -228,27 +227,19 @@ PASSING: list[tuple[tuple[int, ...], bool]] = [
 
 def passing_ranks(rank: int, means: str, changes: dict[int, int]) -> list[str]:
     """Make calls that may pass, with other documents from call ``changes[rank]`` on; return what each raised."""
-    group: Any = dist.group.WORLD
-    processes = create("ring").comm.processes
     raised = []
     with by(means), patch.object(call_comparison, "INTERVAL_S", 0.02):
         for number, (documents, may_pass) in enumerate(PASSING):
             documents = (0, 4, 32) if changes.get(rank) == number else documents
-            try:
-                compare_call(group, {"documents": documents, "window_size": (3, 0)}, processes, may_pass=may_pass)
-                raised.append("")
-            except Unsupported as error:
-                raised.append(str(error))
-        return [*raised, later_refusal(group)]
+            raised.append(refusal(compare, documents, may_pass=may_pass, window_size=(3, 0)))
+        return [*raised, later_refusal()]
 
 
-def later_refusal(group: Any) -> str:
+def later_refusal() -> str:
     """Return what a rank is told some time after it has passed a call; empty where nothing is refused."""
     for _ in range(500):
-        try:
-            call_comparison.raise_if_refused(group)
-        except Unsupported as error:
-            return str(error)
+        if text := refusal(call_comparison.raise_if_refused, WORLD()):
+            return text
         time.sleep(0.01)
     return ""
 
@@ -280,21 +271,13 @@ def test_ranks_that_change_documents_at_different_calls_do_not_wait_for_each_oth
 
 def passed_options(rank: int, means: str) -> tuple[list[str], str]:
     """Pass calls that all ranks know, with another window on one rank; then come with new documents."""
-    group: Any = dist.group.WORLD
-    processes = create("ring").comm.processes
-    raised = []
     windows = [(3, 0), (4, 0), (3, 0), (3 + rank // 2, 0), (3, 0), (4, 0)]
     with by(means), patch.object(call_comparison, "INTERVAL_S", 0.02):
         for window in windows:
-            compare_call(group, {"documents": (0, 8, 32), "window_size": window}, processes, may_pass=True)
-        refusal = later_refusal(group) if means == "memory" else ""
-        for number in range(2):
-            try:
-                compare_call(group, {"documents": (0, number, 32), "window_size": (3, 0)}, processes, may_pass=True)
-                raised.append("")
-            except Unsupported as error:
-                raised.append(str(error))
-    return raised, refusal
+            compare((0, 8, 32), may_pass=True, window_size=window)
+        later = later_refusal() if means == "memory" else ""
+        raised = [refusal(compare, (0, number, 32), may_pass=True, window_size=(3, 0)) for number in range(2)]
+    return raised, later
 
 
 @pytest.mark.processes
@@ -314,14 +297,12 @@ def test_options_that_differ_in_a_call_that_all_pass_are_refused(means):
 
 def far_ahead(rank: int) -> tuple[int, str]:
     """Pass many calls while rank 1 stops after one and comes with other documents; return the number of calls."""
-    group: Any = dist.group.WORLD
-    processes = create("ring").comm.processes
     with patch.object(call_comparison, "INTERVAL_S", 0.02), pytest.raises(Unsupported) as refusal:
         for number in range(3000):
             if number and rank:
                 time.sleep(0.3)
             documents = (0, 4 if number and rank else 8, 32)
-            compare_call(group, {"documents": documents}, processes, may_pass=True)
+            compare(documents, may_pass=True)
     return number, str(refusal.value)
 
 
@@ -338,8 +319,6 @@ def test_a_rank_passes_many_calls_but_not_more_than_the_memory_keeps():
 
 def at_random_speeds(rank: int, count: int) -> int:
     """Make the same calls as the other rank, most of which pass, at speeds of its own."""
-    group: Any = dist.group.WORLD
-    processes = create("ring").comm.processes
     common, own = random.Random(0), random.Random(rank + 1)
     documents = 0
     with patch.object(call_comparison, "INTERVAL_S", 1e-3):
@@ -347,8 +326,7 @@ def at_random_speeds(rank: int, count: int) -> int:
             documents += common.random() < 0.002
             if own.random() < 0.001:
                 time.sleep(own.random() / 50)
-            call = {"documents": (0, documents, 9999), "window_size": (number % 3, 0)}
-            compare_call(group, call, processes, may_pass=True)
+            compare((0, documents, 9999), may_pass=True, window_size=(number % 3, 0))
     return documents
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringprof.strategies.transport.collectives import Collective
 from ringprof.strategies.transport.communicator import Communicator
+from ringprof.strategies.transport.ring_channel import Collective
 from tests.strategies.ranks import run_ranks
 
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

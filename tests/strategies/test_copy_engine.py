@@ -28,6 +28,7 @@ from ringprof.strategies.errors import PeerLost, Unsupported
 from ringprof.strategies.transport import copy_engine
 from ringprof.strategies.transport.message import Message, layout_of
 from tests.strategies.cases import CASES, Case
+from tests.strategies.cpu_transports import Driver
 from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
 
 
@@ -36,37 +37,24 @@ def test_unknown_hop_transport_is_refused_by_name():
         create("ring", hops="pigeon")
 
 
-def _reached(counter: ctypes.c_uint32, value: int) -> bool:
-    return counter.value >= value
-
-
-class _Streams:
-    """CUDA's streams and events over ordinary memory: operations are queued, and run in any order that is allowed."""
+class _Streams(Driver):
+    """Streams of several ranks in one process: operations are queued, and run in any order that is allowed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._queues: dict[Any, list[tuple[Callable[[], bool], Callable[[], object]]]] = {}
+        self._waiting: dict[Any, list[tuple[Callable[[], bool], Callable[[], object]]]] = {}
         self._recorded: dict[Any, int] = {}
         self._over: dict[Any, int] = {}
 
-    def queue(self, stream: Any, run: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> int:
-        self._queues.setdefault(stream, []).append((ready, run))
-        return 0
-
-    def operations(self, stream: Any, count: int, words: Any, _: int) -> int:
-        for kind, address, value, *_rest in [list(words[number]) for number in range(count)]:
-            counter = ctypes.c_uint32.from_address(address)
-            if kind == copy_engine._WAIT:
-                self.queue(stream, bool, partial(_reached, counter, value))
-            else:
-                self.queue(stream, partial(setattr, counter, "value", value))
+    def queue(self, stream: Any, operation: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> int:
+        self._waiting.setdefault(stream, []).append((ready, operation))
         return 0
 
     def write(self, stream: Any, address: int, value: int, _: int) -> int:
-        return self.queue(stream, partial(setattr, ctypes.c_uint32.from_address(address), "value", value))
+        return self.queue(stream, partial(super().write, stream, address, value, 0))
 
-    def copy(self, target: int, source: int, size_bytes: int, _: int, stream: Any) -> int:
-        return self.queue(stream, lambda: ctypes.memmove(target, source, size_bytes))
+    def wait_for(self, stream: Any, counter: ctypes.c_uint32, value: int) -> None:
+        self.queue(stream, bool, lambda: counter.value >= value)
 
     def record(self, event: Any, stream: Any) -> int:
         number = self._recorded[event] = self._recorded.get(event, 0) + 1
@@ -74,11 +62,11 @@ class _Streams:
 
     def wait_event(self, stream: Any, event: Any, _: int) -> int:
         number = self._recorded[event]
-        return self.queue(stream, lambda: None, lambda: self._over.get(event, 0) >= number)
+        return self.queue(stream, bool, lambda: self._over.get(event, 0) >= number)
 
-    def run(self) -> None:
+    def run_all(self) -> None:
         """Run all operations; fails where none can run any more."""
-        while waiting := [queue for queue in self._queues.values() if queue]:
+        while waiting := [queue for queue in self._waiting.values() if queue]:
             able = [queue for queue in waiting if queue[0][0]()]
             assert able, "streams wait for each other"
             self._random.choice(able).pop(0)[1]()
@@ -140,7 +128,7 @@ def test_copied_hops_bring_every_message_in_whichever_order_streams_run(size, se
     for number in range(6):
         for rank, member in enumerate(members):
             member.post_pass(10.0 * number + rank)
-    streams.run()
+    streams.run_all()
     for rank, member in enumerate(members):
         tour = [float((rank - step) % size) for step in range(size)]
         assert member.log == [10 * number + x for number in range(6) for x in [*tour, tour[1] + 0.5]]
@@ -155,7 +143,7 @@ def test_streams_go_on_with_nan_when_a_ring_is_released(monkeypatch):
     member._ring.release()
     # Another thread releases the ring, so that this one may still post hops.
     member.post_pass(2.0)
-    streams.run()
+    streams.run_all()
     assert [x for x in member.log if not math.isnan(x)] == [1.0, 2.0] and len(member.log) == 6
 
 
@@ -165,7 +153,7 @@ def test_finished_hops_are_forgotten_without_the_watchdog(monkeypatch):
     for _ in range(2 * copy_engine._MOST_IN_FLIGHT):
         for member in members:
             member.post_pass(0.0)
-        streams.run()
+        streams.run_all()
     assert len(members[0]._ring._in_flight) <= copy_engine._MOST_IN_FLIGHT
 
 

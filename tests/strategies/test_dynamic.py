@@ -9,21 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ringprof.strategies import Dynamic, Unsupported, names
-from tests.strategies.cases import WorkloadShard, dense, inputs, relative_error
-from tests.strategies.ranks import run_ranks
-
-
-def error_of(parts: Dynamic, problem: WorkloadShard, ranks: list[int]) -> float:
-    """Return the largest error of out, dq, dk and dv over these ranks alone."""
-    strategy = parts.over(ranks)
-    assert strategy.comm.size == len(ranks)
-    *qkv, dout = (strategy.shard(x) for x in inputs(problem))
-    leaves = [x.requires_grad_() for x in qkv]
-    out = strategy.attention(*leaves)
-    out.backward(dout)
-    results = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-    return max(relative_error(mine, strategy.shard(truth)) for mine, truth in zip(results, dense(problem), strict=True))
+from ringprof.strategies import Dynamic, names
+from tests.strategies.cases import WorkloadShard, error_of
+from tests.strategies.ranks import refusal, run_ranks
 
 
 def changing(rank: int, name: str) -> float:
@@ -32,8 +20,8 @@ def changing(rank: int, name: str) -> float:
     worst = 0.0
     for size in (4, 1, 2, 4, 2, 1):
         first = rank // size * size
-        assert parts.of(size) is parts.over(range(first, first + size))
-        worst = max(worst, error_of(parts, WorkloadShard(seq=8 * size, seed=first), list(range(first, first + size))))
+        assert parts.of(size) is parts.over(range(first, first + size)) and parts.of(size).comm.size == size
+        worst = max(worst, error_of(parts.of(size), WorkloadShard(seq=8 * size, seed=first)))
     return worst
 
 
@@ -47,8 +35,9 @@ def at_once(rank: int) -> float:
     """Let ranks 0 and 3 share a sequence while ranks 1 and 2 have one each; return the largest error."""
     parts = Dynamic("zigzag", kernel="reference")
     mine = [0, 3] if rank in (0, 3) else [rank]
-    error = error_of(parts, WorkloadShard(seq=16, seed=min(mine)), mine)
-    return max(error, error_of(parts, WorkloadShard(seq=32), [0, 1, 2, 3]))
+    pair, whole = parts.over(mine), parts.over([0, 1, 2, 3])
+    assert (pair.comm.size, whole.comm.size) == (len(mine), 4)
+    return max(error_of(pair, WorkloadShard(seq=16, seed=min(mine))), error_of(whole, WorkloadShard(seq=32)))
 
 
 @pytest.mark.processes
@@ -83,17 +72,8 @@ def test_cycling_sizes_creates_no_groups_and_leaks_no_tensors() -> None:
 
 def refused(rank: int) -> list[str]:
     parts = Dynamic("ring")
-    said = []
-    for ask in (
-        lambda: parts.of(3),
-        lambda: parts.of(0),
-        lambda: parts.over([1 - rank]),
-        lambda: parts.over([0, 0, 1]),
-    ):
-        with pytest.raises(Unsupported) as error:
-            ask()
-        said.append(str(error.value))
-    return said
+    of = [refusal(parts.of, size) for size in (3, 0)]
+    return of + [refusal(parts.over, ranks) for ranks in ([1 - rank], [0, 0, 1])]
 
 
 @pytest.mark.processes

@@ -19,7 +19,7 @@ from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel, _additive_
 from ringprof.strategies.masks.mask_blocks import AttnRectangle
 from ringprof.strategies.transport.baselines import RecordingKernel, TensorView
 from ringprof.strategies.transport.message import Message, MessageLayout, layout_of, side_by_side
-from tests.strategies.cases import CASES, WorkloadShard, dense, inputs, over_the_ranks, relative_error
+from tests.strategies.cases import CASES, WorkloadShard, inputs, with_kernel
 from tests.strategies.ranks import run_ranks
 
 
@@ -94,29 +94,15 @@ class LikeFlashAttn(Recording):
         return dq, dk, dv
 
 
-def results_with_views(rank: int, world: int) -> tuple[list[str], int]:
-    """Return the cases that are wrong with such a kernel, and the number of calls with views."""
-    wrong, views = [], 0
-    problem = WorkloadShard(seq=32, batch=2)
-    truth = dense(problem)
-    for case in [case for case in CASES if world in case.worlds]:
-        kernel = LikeFlashAttn()
-        results = over_the_ranks(case, problem, using=kernel)
-        worst = max(relative_error(value, true) for value, true in zip(results, truth, strict=True))
-        # dO and O travel as float64, but some gradients of some cases in the input's type, which is that, too.
-        if not worst < 1e-12:
-            wrong.append(f"{case}: {worst:.1e}")
-        views += len(kernel.wrong)
-    return wrong, views
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_views_are_passed_to_kernels_and_gradients_added_in_pairs(world):
-    for rank, (wrong, views) in enumerate(run_ranks(world, results_with_views, world)):
-        assert wrong == []
+    cases = [case for case in CASES if world in case.worlds]
+    for rank, rows in enumerate(run_ranks(world, with_kernel, LikeFlashAttn, cases, WorkloadShard(seq=32, batch=2))):
+        # dO and O travel as float64, but some gradients of some cases in the input's type, which is that, too.
+        assert {case: error for case, error, _ in rows if not error < 1e-12} == {}
         # Half of a rank's queries see the keys of those before it: ranks but the last have such blocks.
-        assert views > 0 or rank == world - 1
+        assert any(kernel.wrong for *_, kernel in rows) or rank == world - 1
 
 
 def test_only_adjacent_tensors_are_joined_without_a_copy():

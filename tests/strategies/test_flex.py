@@ -19,10 +19,18 @@ from ringprof.strategies.masks.layouts import LAYOUTS, part
 from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band_mask
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from ringprof.workload.mask import Mask
-from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
+from tests.strategies.cases import (
+    Case,
+    WorkloadShard,
+    dense,
+    examples,
+    inputs,
+    over_the_ranks,
+    relative_error,
+    worst,
+)
 from tests.strategies.ranks import run_ranks
-from tests.strategies.test_masks import dense, drawn, over_the_ranks
-from tests.strategies.test_results import examples
+from tests.strategies.test_masks import drawn
 
 CPU = torch.device("cpu")
 
@@ -150,10 +158,9 @@ def through_strategies(rank: int, truths: dict[Mask, list[torch.Tensor]]) -> lis
     problem = WorkloadShard(seq=64, kernel="flex")
     cases = [Case("zigzag", {"documents_layout": "per_document"}), Case("ring"), Case("allgather")]
     return [
-        (f"{case}, {mask}", max(relative_error(x, y) for x, y in zip(whole, truth, strict=True)))
+        (f"{case}, {mask}", worst(over_the_ranks(case, problem, mask), truth))
         for mask, truth in truths.items()
         for case in cases
-        for whole in (over_the_ranks(case, problem, mask)[0],)
     ]
 
 

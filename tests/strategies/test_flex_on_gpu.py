@@ -13,7 +13,7 @@ from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS
 from ringprof.workload.mask import Mask
-from tests.strategies.cases import Case
+from tests.strategies.cases import Case, worst
 from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
 from tests.strategies.test_masks_on_gpu import (
     DOCUMENTS,
@@ -23,7 +23,6 @@ from tests.strategies.test_masks_on_gpu import (
     Options,
     check_mask_blocks,
     rows_of,
-    worst,
     wrong_on_a_rank,
 )
 

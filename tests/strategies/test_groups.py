@@ -21,22 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringprof.strategies import UnknownName, Unsupported, create, names
 from ringprof.strategies.transport import groups, handshake
 from ringprof.strategies.transport.handshake import HandshakeRequest, assign_hosts
-from tests.strategies.cases import WorkloadShard, dense, inputs, relative_error
-from tests.strategies.ranks import run_ranks
+from tests.strategies import cases
+from tests.strategies.cases import WorkloadShard
+from tests.strategies.ranks import refusal, run_ranks
 
 PROBLEM = WorkloadShard(seq=16, heads=4, kv_heads=2)
 
 
 def error_of(strategy: Any, problem: WorkloadShard = PROBLEM) -> float:
-    """Return the largest error of out, dq, dk and dv on this rank against the dense formula."""
-    full = inputs(problem)
-    *qkv, dout = (strategy.shard(tensor) for tensor in full)
-    for tensor in qkv:
-        tensor.requires_grad_()
-    out = strategy.attention(*qkv)
-    out.backward(dout)
-    pairs = zip((out.detach(), *(tensor.grad for tensor in qkv)), dense(problem), strict=True)
-    return max(relative_error(value, strategy.shard(truth)) for value, truth in pairs)
+    return cases.error_of(strategy, problem)
 
 
 def known_groups() -> int:
@@ -44,26 +37,6 @@ def known_groups() -> int:
 
 
 # --- groups that only some ranks know ---------------------------------------------------------------
-
-
-def a_group_of_rank_0(rank: int) -> list[float]:
-    dist.new_group([0])
-    return [error_of(create(name, kernel="reference")) for name in ("zigzag", "ulysses", "usp")]
-
-
-@pytest.mark.processes
-def test_group_of_one_rank_does_not_block_others():
-    assert max(max(errors) for errors in run_ranks(2, a_group_of_rank_0)) < 1e-13
-
-
-def a_group_of_half_the_ranks(rank: int) -> float:
-    dist.new_group([0, 1])
-    return error_of(create("zigzag", kernel="reference"))
-
-
-@pytest.mark.processes
-def test_group_of_half_of_the_ranks_does_not_block_others():
-    assert max(run_ranks(4, a_group_of_half_the_ranks)) < 1e-13
 
 
 def started_again(rank: int) -> list[bool]:
@@ -136,9 +109,9 @@ def _refusal(call: Any) -> str:
 
 @pytest.mark.processes
 def test_one_dimensional_mesh_is_accepted_and_two_refused():
-    for error, refusal, backend in run_ranks(4, on_a_mesh):
+    for error, refused, backend in run_ranks(4, on_a_mesh):
         assert error < 1e-13
-        assert refusal == "Unsupported: a mesh of 2 dimensions: give one of them, as mesh[NAME] of 'dp', 'cp'"
+        assert refused == "Unsupported: a mesh of 2 dimensions: give one of them, as mesh[NAME] of 'dp', 'cp'"
         assert backend == "gloo"
 
 
@@ -287,11 +260,7 @@ def differing(rank: int, how: str) -> str:
     q = torch.randn(1, 12 if how == "shape" and last else 8, 4, 8)
     q = q.to(torch.bfloat16 if how == "type" and last else torch.float32).requires_grad_(how == "gradients" and last)
     options: dict[str, Any] = {"causal": {"causal": False}, "lse": {"return_lse": True}}.get(how, {}) if last else {}
-    try:
-        strategy.attention(q, q, q, **options)
-    except Unsupported as error:
-        return str(error)
-    return "nothing"
+    return refusal(strategy.attention, q, q, q, **options)
 
 
 @pytest.mark.processes
@@ -317,11 +286,7 @@ def call_alone(rank: int) -> str:
     strategy = create("zigzag", kernel="reference")
     closed = RuntimeError("Connection closed by peer [127.0.0.1]:42388.\nThis is typically caused by a worker")
     with patch.object(dist, "all_gather_object", side_effect=closed):
-        try:
-            strategy.attention(*[torch.randn(1, 8, 4, 8)] * 3)
-        except Unsupported as error:
-            return str(error)
-    return "nothing"
+        return refusal(strategy.attention, *[torch.randn(1, 8, 4, 8)] * 3)
 
 
 @pytest.mark.processes

@@ -16,10 +16,9 @@ from ringprof.strategies import Unsupported, create
 from ringprof.strategies.kernels.merge import Partial
 from ringprof.strategies.transport.streams import SIDE_STREAMS, SideStreams
 from ringprof.workload.mask import Mask
-from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, relative_error
+from tests.strategies.cases import CASES, Case, WorkloadShard, dense, relative_error, whole_call
 from tests.strategies.cpu_transports import copies_on_cpu, noted_hops, poisoned_nccl
 from tests.strategies.ranks import run_ranks
-from tests.strategies.test_masks import dense
 from tests.tiers import tiered
 
 SEQ, LONG = 48, pytest.mark.long
@@ -93,16 +92,10 @@ def errors_of_passes(
 
     In the second, q, k, v and dout of a ``turned`` rank have their heads before the sequence.
     """
-    share: dict[str, Any] = {"documents": mask.documents}
     errors = []
     for number in range(2):
-        *qkv, dout = (strategy.shard(x, **share) for x in inputs(problem))
-        if turned and number:
-            *qkv, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*qkv, dout))
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        out = strategy.attention(*leaves, causal=mask.causal, window_size=mask.window, prefix=mask.prefix, **share)
-        out.backward(dout)
-        whole = [strategy.unshard(x, **share) for x in (out, *(x.grad for x in leaves))]
+        turn = (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)) if turned and number else None
+        whole = whole_call(strategy, problem, mask, strided=turn)
         pairs = zip(("out", "dq", "dk", "dv"), whole, truth, strict=True)
         errors += [(name, relative_error(x, true)) for name, x, true in pairs]
     return errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import ringprof.strategies
 from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
+from ringprof.strategies.algorithms.allgather import AllGather
 from ringprof.strategies.algorithms.usp import USP, default_ulysses_degree
 from ringprof.strategies.base import Shape
 from ringprof.strategies.masks.cache_layout import CacheLayout
@@ -24,7 +27,7 @@ from ringprof.strategies.transport.ring_channel import HopRing, Meter
 from ringprof.strategies.transport.torch_transport import TorchTransport, _splits
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
-from tests.strategies.ranks import run_ranks
+from tests.strategies.ranks import refusal, run_ranks
 
 # Neighbours on a busy machine are no fault of the code.
 layout_names = st.sampled_from(["contiguous", "zigzag", "stripe"])
@@ -170,72 +173,57 @@ def test_unshard_reverses_shard(world):
 # --- refusals ---------------------------------------------------------------------------------------
 
 
-def refusals(rank: int) -> dict[str, str]:
-    """Return the error message of each call; empty where the call was accepted."""
-    x = torch.zeros(1, 8, 4, 8)
-
-    def attention(name: str, *tensors: torch.Tensor, params: dict[str, Any] | None = None, **options) -> None:
-        create(name, kernel="reference", **(params or {})).attention(*(tensors or (x, x, x)), **options)
-
-    calls = {
-        "odd local sequence": lambda: attention("zigzag", x[:, :7], x[:, :7], x[:, :7]),
-        "heads": lambda: attention("ring", x, x[:, :, :3], x[:, :, :3]),
-        "window": lambda: attention("burst", params={"ring_window": 3}),
-        "degrees": lambda: attention("usp", params={"ulysses_degree": 3}),
-        "product": lambda: attention("usp", params={"ulysses_degree": 2, "ring_degree": 4}),
-        "too few heads": lambda: attention("ulysses", x[:, :, :3], x[:, :, :3], x[:, :, :3]),
-        "dropout": lambda: attention("zigzag", dropout_p=0.1),
-        "sliding window": lambda: attention("torch-cp", window_size=(3, 0)),
-        "alibi": lambda: attention("zigzag", alibi_slopes=torch.ones(4)),
-        "packed": lambda: attention("torch-cp", documents=torch.tensor([0, 8, 32])),
-        "types": lambda: attention("ring", x, x.double(), x.double()),
-        "shapes": lambda: attention("ring", x[0], x[0], x[0]),
-        "lengths": lambda: attention("ring", x, x[:, :4], x[:, :4]),
-        "host numbers": lambda: create("burst", hosts=[0, 0, 1]),
-        "wider v": lambda: attention("ring", x[..., :4], x[..., :4], x),
-        "kernel": lambda: create("ring", kernel="cudnn").attention(x, x, x),
-        "unknown kernel": lambda: create("ring", kernel="cudn").attention(x, x, x),
-        "hosts": lambda: create("burst", ranks_per_host=3),
-        "parameter": lambda: create("ring", windows=2),
-    }
-    messages = {}
-    for label, call in calls.items():
-        try:
-            call()
-            messages[label] = ""
-        except (Unsupported, UnknownName) as refusal:
-            messages[label] = str(refusal)
-    return messages
+def attend(x: Tensor, name: str, params: dict[str, Any] | None = None, **options: Any) -> None:
+    k, v = options.pop("k", x), options.pop("v", options.get("k", x))
+    create(name, kernel=options.pop("kernel", "reference"), **(params or {})).attention(x, k, v, **options)
 
 
-EXPECTED = {
-    "odd local sequence": "divisible by 8",
-    "heads": "4 heads are not a multiple of 3 kv heads",
-    "window": "ring_window 3 does not divide",
-    "degrees": "3",
-    "product": "4",
-    "too few heads": "3 heads",
-    "dropout": "dropout_p is not supported",
-    "sliding window": "takes no packed documents and no sliding window",
-    "alibi": "alibi_slopes is not supported",
-    "packed": f"those that do are {', '.join(names())}",
-    "types": "share type and device",
-    "shapes": "expected q (B, S, H, D)",
-    "lengths": "q, k and v must share batch, local sequence and head_dim: got (1, 8, 4, 8), (1, 4, 4, 8)",
-    "host numbers": "hosts of 3 ranks for a world of 4",
-    "wider v": "expected q (B, S, H, D), k and v (B, S, Hkv, D): got (1, 8, 4, 4), (1, 8, 4, 4), (1, 8, 4, 8)",
-    "kernel": "needs a CUDA device",
-    "unknown kernel": "there are: auto, flash-attn-3, flash-attn-4",
-    "hosts": "ranks_per_host 3 does not divide",
-    "parameter": "no parameter 'windows'; it has: grad_wire, deterministic",
-}
+REFUSED: list[tuple[Callable[[Tensor], Any], str]] = [
+    (lambda x: attend(x[:, :7], "zigzag"), "divisible by 8"),
+    (lambda x: attend(x, "ring", k=x[:, :, :3], v=x[:, :, :3]), "4 heads are not a multiple of 3 kv heads"),
+    (lambda x: attend(x, "burst", {"ring_window": 3}), "ring_window 3 does not divide"),
+    (lambda x: attend(x, "usp", {"ulysses_degree": 3}), "3"),
+    (lambda x: attend(x, "usp", {"ulysses_degree": 2, "ring_degree": 4}), "4"),
+    (lambda x: attend(x[:, :, :3], "ulysses"), "3 heads"),
+    (lambda x: attend(x, "zigzag", dropout_p=0.1), "dropout_p is not supported"),
+    (lambda x: attend(x, "torch-cp", window_size=(3, 0)), "takes no packed documents and no sliding window"),
+    (lambda x: attend(x, "zigzag", documents=[0, 4, 8]), "the documents end at 8, and the sequence has 32"),
+    (lambda x: attend(x, "zigzag", documents=[4, 32]), "documents are cumulative lengths: 0"),
+    (lambda x: attend(x, "zigzag", window_size=(-3, 0)), "a query attends to, -1 for all: not (-3, 0)"),
+    (
+        lambda x: attend(x, "usp", {"documents_layout": "per_document", "layout": "stripe"}, documents=[0, 4, 32]),
+        "the stripe layout is not made for each document by itself",
+    ),
+    (lambda x: attend(x, "zigzag", alibi_slopes=torch.ones(4)), "alibi_slopes is not supported"),
+    (lambda x: attend(x, "torch-cp", documents=[0, 8, 32]), f"those that do are {', '.join(names())}"),
+    (lambda x: attend(x, "ring", k=x.double(), v=x.double()), "share type and device"),
+    (lambda x: attend(x[0], "ring"), "expected q (B, S, H, D)"),
+    (
+        lambda x: attend(x, "ring", k=x[:, :4], v=x[:, :4]),
+        "q, k and v must share batch, local sequence and head_dim: got (1, 8, 4, 8), (1, 4, 4, 8)",
+    ),
+    (lambda x: create("burst", hosts=[0, 0, 1]), "hosts of 3 ranks for a world of 4"),
+    (
+        lambda x: attend(x[..., :4], "ring", v=x),
+        "expected q (B, S, H, D), k and v (B, S, Hkv, D): got (1, 8, 4, 4), (1, 8, 4, 4), (1, 8, 4, 8)",
+    ),
+    (lambda x: attend(x, "ring", kernel="cudnn"), "needs a CUDA device"),
+    (lambda x: attend(x, "ring", kernel="cudn"), "there are: auto, flash-attn-3, flash-attn-4"),
+    (lambda x: create("burst", ranks_per_host=3), "ranks_per_host 3 does not divide"),
+    (lambda x: create("ring", windows=2), "no parameter 'windows'; it has: grad_wire, deterministic"),
+]
+
+
+def refusals(rank: int) -> list[str]:
+    """Return the error message of each call."""
+    return [refusal(call, torch.zeros(1, 8, 4, 8)) for call, _ in REFUSED]
 
 
 @pytest.mark.processes
 def test_unsupported_workload_is_refused_equally_on_every_rank():
-    for said in run_ranks(4, refusals):
-        for label, part in EXPECTED.items():
-            assert part in said[label], label
+    for messages in run_ranks(4, refusals):
+        for message, (_, part) in zip(messages, REFUSED, strict=True):
+            assert part in message
 
 
 # Asked before there is a process group: strategy, parameters, what the shape has of its own, ranks, what is said.
@@ -255,23 +243,11 @@ UNFIT = [
     ("double-ring", {"ring_window": 3}, {}, 8, "ring_window 3 does not divide the ring of 8"),
     ("double-ring", {"ulysses_degree": 2, "ring_window": 8}, {}, 8, "ring_window 8 does not divide the ring of 4"),
     ("double-ring", {"ulysses_degree": 5}, {}, 8, "ulysses_degree 5 does not divide the world size 8"),
-    (
-        "double-ring",
-        {"ulysses_degree": 8},
-        {"heads": 4, "kv_heads": 4},
-        8,
-        "a Ulysses degree of 8 does not divide 4 heads",
-    ),
+    ("double-ring", {"ulysses_degree": 8}, {"heads": 4, "kv_heads": 4}, 8, "degree of 8 does not divide 4 heads"),
     ("burst", {"ring_window": 3}, {}, 8, "ring_window 3 does not divide the world size 8"),
     ("burst", {"ring_window": 4, "double_ring": False}, {}, 8, "has no meaning with double_ring=false"),
     ("megatron", {}, {"seq": 24}, 8, "divisible by 16"),
-    (
-        "allgather",
-        {"layout": "zigzag"},
-        {"seq": 24},
-        8,
-        "the zigzag layout on 8 ranks needs a sequence divisible by 16",
-    ),
+    ("allgather", {"layout": "zigzag"}, {"seq": 24}, 8, "zigzag layout on 8 ranks needs a sequence divisible by 16"),
 ]
 
 
@@ -431,6 +407,15 @@ def test_default_degrees_and_windows_follow_the_hosts():
         assert (heads["ring_window"], context["ring_window"]) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("layout", "causal", "busiest"),
+    [("contiguous", True, 7 / 4), ("contiguous", False, 1.0), ("zigzag", True, 1.0), ("zigzag", False, 1.0)],
+)
+def test_all_gather_imbalance_by_hand(layout: str, causal: bool, busiest: float) -> None:
+    """Each rank has a quarter of the queries: the last rank sees 3 1/2 quarters of the keys, the mean is 2 quarters."""
+    assert AllGather.imbalance(4, causal=causal, layout=layout) == busiest
+
+
 def test_a_hop_can_be_waited_for_once():
     ring = create("ring").kv_ring
     assert isinstance(ring, HopRing)
@@ -474,11 +459,10 @@ def sharded_by_another(rank: int) -> str:
     documents, x = (0, 5, 45, 64), torch.ones(1, 64, 2, 16)
     create("zigzag", documents_layout="packed").shard(x, documents=documents)
     strategy, local = create("zigzag"), x[:, :32]
-    with pytest.raises(Unsupported) as error:
-        strategy.attention(local, local, local, documents=documents)
+    text = refusal(strategy.attention, local, local, local, documents=documents)
     strategy.shard(x, documents=documents)
     strategy.attention(local, local, local, documents=documents)
-    return str(error.value)
+    return text
 
 
 @pytest.mark.processes

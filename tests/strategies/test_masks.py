@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringprof.strategies import Unsupported, create, find, names
+from ringprof.strategies import Unsupported, create, find
 from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.masks.document_layouts import dealt_layout, layout_for_documents
@@ -20,9 +20,18 @@ from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, ban
 from ringprof.strategies.masks.row_routing import routing_of
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of, steps_over_mean
 from ringprof.workload.mask import NO_LIMIT, Mask
-from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
+from tests.strategies.cases import (
+    CASES,
+    Case,
+    WorkloadShard,
+    dense,
+    examples,
+    inputs,
+    over_the_ranks,
+    whole_call,
+    worst,
+)
 from tests.strategies.ranks import run_ranks
-from tests.strategies.test_results import examples
 from tests.test_mask import sees
 
 TAKING = [
@@ -72,68 +81,37 @@ MASKS = [
 ]
 
 
-def dense(problem: WorkloadShard, mask: Mask) -> list[Tensor]:
-    """Compute out, dq, dk and dv by torch's autograd in float64, with the mask checked pair by pair."""
-    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
-    q, k, v, dout = (tensor.double() for tensor in inputs(problem))
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * problem.head_dim**-0.5
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
-    out.backward(dout)
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-
-def over_the_ranks(
-    case: Case, problem: WorkloadShard, mask: Mask, tensors: list[Tensor] | None = None
-) -> tuple[list[Tensor], int]:
-    """Compute out, dq, dk and dv of the whole sequence on all ranks; also return the FLOPs that this rank counted."""
-    strategy = create(case.name, kernel=problem.kernel, **case.params)
-    *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in tensors or inputs(problem))
-    for tensor in qkv:
-        tensor.requires_grad_()
-    options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
-    out = strategy.attention(*qkv, causal=mask.causal, **options)
-    out.backward(dout)
-    whole = [strategy.unshard(x, documents=mask.documents) for x in (out, *(tensor.grad for tensor in qkv))]
-    return whole, sum(kernel.flops for kernel in strategy.kernels())
-
-
 def errors_of(
     rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
     errors = []
     for mask, truth in truths.items():
         for case in cases:
-            whole, flops = over_the_ranks(case, problem, mask)
-            worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
-            total = torch.tensor(flops)
+            strategy = create(case.name, kernel=problem.kernel, **case.params)
+            error = worst(whole_call(strategy, problem, mask), truth)
+            total = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
             torch.distributed.all_reduce(total)
             pairs = problem.batch * problem.heads * problem.head_dim * mask.area(problem.seq)
             counted = int(total) == 14 * pairs
-            errors.append((f"{case} {mask}" + ("" if counted else " counts other FLOPs"), worst if counted else 1.0))
+            errors.append((f"{case} {mask}" + ("" if counted else " counts other FLOPs"), error if counted else 1.0))
     return errors
 
 
 @pytest.mark.parametrize(
-    ("world", "kernel"),
-    [pytest.param(1, "reference", marks=pytest.mark.processes), (2, "cpu-flash"),
-     pytest.param(4, "reference", marks=pytest.mark.processes)],
-)  # fmt: skip
-def test_masks_are_exact_in_float64_and_counted_by_area(world: int, kernel: str) -> None:
-    cases = [case for case in TAKING if world in case.worlds]
+    ("world", "kernel", "masks"),
+    [
+        (2, "cpu-flash", MASKS[7::3]),
+        *(pytest.param(world, "reference", MASKS, marks=pytest.mark.processes) for world in (1, 4)),
+        pytest.param(2, "cpu-flash", MASKS, marks=pytest.mark.processes),
+        pytest.param(8, "reference", MASKS, marks=pytest.mark.long),
+    ],
+    ids=["2, few", "1", "4", "2", "8"],
+)
+def test_masks_are_exact_in_float64_and_counted_by_area(world: int, kernel: str, masks: list[Mask]) -> None:
+    cases = [case for case in TAKING if min(world, 4) in case.worlds and (case.name, world) != ("ulysses", 8)]
     problem = WorkloadShard(seq=64, batch=2, kernel=kernel)
-    truths = {mask: dense(problem, mask) for mask in MASKS}
+    truths = {mask: dense(problem, mask) for mask in masks}
     for label, error in run_ranks(world, errors_of, cases, problem, truths)[0]:
-        assert error < 1e-12, label
-
-
-@pytest.mark.long
-def test_masks_are_exact_in_float64_on_8_ranks() -> None:
-    cases = [case for case in TAKING if case.name != "ulysses" and 4 in case.worlds]
-    truths = {mask: dense(WorkloadShard(seq=64), mask) for mask in MASKS}
-    for label, error in run_ranks(8, errors_of, cases, WorkloadShard(seq=64), truths)[0]:
         assert error < 1e-12, label
 
 
@@ -144,21 +122,34 @@ def drawn(draw) -> tuple[WorkloadShard, Mask]:
     causal = draw(st.booleans())
     documents = [0, *sorted(bounds), seq] if draw(st.booleans()) else None
     window = draw(st.tuples(st.sampled_from([-1, 1, 2, 5, 13, 40]), st.sampled_from([-1, 0, 1, 7, 60])))
+    kv_heads = draw(st.sampled_from([2, 4]))
+    heads = kv_heads * draw(st.integers(1, 3))
     problem = WorkloadShard(
-        seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999))
+        seq, draw(st.integers(1, 3)), heads, kv_heads, draw(st.integers(1, 9)), seed=draw(st.integers(0, 999))
     )
     prefix = draw(st.sampled_from([0, 1, 6, 50])) if Mask.of(documents, window, causal=causal).windowed else 0
     return problem, Mask.of(documents, window, causal=causal, prefix=prefix)
 
 
+def check_drawn(world: int, problem: WorkloadShard, mask: Mask) -> None:
+    cases = [case for case in [*TAKING, *CASES] if world in case.worlds and problem.heads % world == 0]
+    # Where a query attends only to itself, dq and dk are 0 except for rounding.
+    for label, error in run_ranks(world, errors_of_all, cases, problem, mask)[0]:
+        assert error < 1e-12, label
+
+
 @pytest.mark.processes
 @examples(5)
 @given(drawn())
-def test_random_masks_on_2_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
-    cases = [case for case in TAKING if 2 in case.worlds]
-    # Where a query attends only to itself, dq and dk are 0 except for rounding.
-    for label, error in run_ranks(2, errors_of_all, cases, *problem)[0]:
-        assert error < 1e-12, label
+def test_random_shapes_and_masks_on_2_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
+    check_drawn(2, *problem)
+
+
+@pytest.mark.long
+@examples(60)
+@given(drawn().filter(lambda drawn_one: drawn_one[0].seq % 8 == 0))
+def test_random_shapes_and_masks_on_4_ranks_are_exact(problem: tuple[WorkloadShard, Mask]) -> None:
+    check_drawn(4, *problem)
 
 
 def errors_of_all(rank: int, cases: list[Case], problem: WorkloadShard, mask: Mask) -> list[tuple[str, float]]:
@@ -167,7 +158,7 @@ def errors_of_all(rank: int, cases: list[Case], problem: WorkloadShard, mask: Ma
     return [
         (f"{case} {mask}", max(float((value - exact).norm()) for value, exact in zip(whole, truth, strict=True)) / size)
         for case in cases
-        for whole in (over_the_ranks(case, problem, mask)[0],)
+        for whole in (over_the_ranks(case, problem, mask),)
     ]
 
 
@@ -180,13 +171,13 @@ def leaks(rank: int, kernel: str) -> list[str]:
     mine = slice(7, 37)
     leaking = []
     for case in (case for case in TAKING if 4 in case.worlds):
-        whole = inputs(problem)
-        before, _ = over_the_ranks(case, problem, mask)
+        strategy, whole = create(case.name, kernel=kernel, **case.params), inputs(problem)
+        before = whole_call(strategy, problem, mask)
         for label, change in (("NaN", lambda x: x.fill_(float("nan"))), ("other values", lambda x: x.mul_(-1.5))):
             changed = [x.clone() for x in whole]
             for x in changed:
                 change(x[:, mine])
-            after, _ = over_the_ranks(case, problem, mask, changed)
+            after = whole_call(strategy, problem, mask, tensors=changed)
             for name, old, new in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
                 outside = [torch.equal(old[:, rows], new[:, rows]) for rows in (slice(0, 7), slice(37, 64))]
                 if not all(outside) or torch.equal(old[:, mine], new[:, mine]):
@@ -198,54 +189,6 @@ def leaks(rank: int, kernel: str) -> list[str]:
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
 def test_values_of_one_document_do_not_change_another(kernel: str) -> None:
     assert run_ranks(4, leaks, kernel) == [[]] * 4
-
-
-# --- attention sinks ------------------------------------------------------------------------------------
-
-
-def dense_with_sinks(problem: WorkloadShard, mask: Mask, sinks: Tensor) -> list[Tensor]:
-    """Compute out, dq, dk, dv, dsinks and LSE of a softmax over the keys and one more logit, by torch's autograd."""
-    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
-    q, k, v, dout = inputs(problem)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
-    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:3])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * problem.head_dim**-0.5
-    column = leaves[3].view(1, -1, 1, 1).expand(problem.batch, -1, problem.seq, 1)
-    scores = torch.cat([scores.masked_fill(~seen, float("-inf")), column], -1)
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], wide_v)
-    out.backward(dout)
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None), scores.logsumexp(-1).detach()]
-
-
-def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[Tensor]]) -> list[tuple[str, float]]:
-    problem, errors = WorkloadShard(seq=64, batch=2, kernel=kernel), []
-    for mask, truth in truths.items():
-        for name in names():
-            if not mask.plain and not find(name).load().takes_masks:
-                continue
-            strategy, documents = create(name, kernel=kernel), mask.documents
-            *qkv, dout = (strategy.shard(x, documents=documents) for x in inputs(problem))
-            leaves = [x.requires_grad_() for x in (*qkv, sinks.clone())]
-            out, lse = strategy.attention(
-                *leaves[:3], documents=documents, window_size=mask.window, sinks=leaves[3], return_lse=True
-            )
-            out.backward(dout)
-            torch.distributed.all_reduce(leaves[3].grad)
-            whole = [strategy.unshard(x, documents=documents) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
-            whole += [leaves[3].grad, strategy.unshard(lse, 2, documents=documents)]
-            worst = max(relative_error(value.detach(), exact) for value, exact in zip(whole, truth, strict=True))
-            errors.append((f"{name}, {mask}", worst))
-    return errors
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
-def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
-    sinks = torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
-    masks = [Mask(), Mask.of(documents=[0, 7, 40, 64], window=(9, 0))]
-    truths = {mask: dense_with_sinks(WorkloadShard(seq=64, batch=2), mask, sinks) for mask in masks}
-    for label, error in run_ranks(4, sink_errors, kernel, sinks, truths)[0]:
-        assert error < 1e-12, label
 
 
 # --- types ----------------------------------------------------------------------------------------------
@@ -272,67 +215,7 @@ def test_mask_blocks_sharing_rows_return_the_input_dtype() -> None:
     assert run_ranks(2, types_and_bytes, "usp")[0][0] == {torch.bfloat16}
 
 
-# --- two sizes of head ----------------------------------------------------------------------------------
-
-
-def mla_errors(rank: int) -> list[tuple[str, float]]:
-    """Return the errors with heads of 12 for q and k and of 8 for v; latent attention has 192 and 128."""
-    problem = WorkloadShard(seq=32, head_dim=12, kernel="cpu-flash")
-    q, k, v, dout = inputs(problem)
-    v, dout = v[..., :8].contiguous(), dout[..., :8].contiguous()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(2, 2) for x in leaves[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * 12**-0.5
-    weights = scores.masked_fill(torch.ones(32, 32).triu(1).bool(), float("-inf")).softmax(-1)
-    exact = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
-    exact.backward(dout)
-    errors = []
-    for name in names():
-        strategy = create(name, kernel="cpu-flash")
-        mine = [strategy.shard(x).requires_grad_() for x in (q, k, v)]
-        out = strategy.attention(*mine)
-        out.backward(strategy.shard(dout))
-        whole = [strategy.unshard(x.contiguous()) for x in (out, *(x.grad for x in mine))]
-        truth = [exact.detach(), *(x.grad for x in leaves if x.grad is not None)]
-        errors.append((name, max(relative_error(a.detach(), b) for a, b in zip(whole, truth, strict=True))))
-    return errors
-
-
-@pytest.mark.processes
-def test_heads_of_v_may_be_smaller() -> None:
-    for label, error in run_ranks(2, mla_errors)[0]:
-        assert error < 1e-12, label
-
-
 # --- refusals -------------------------------------------------------------------------------------------
-
-
-def refusals(rank: int) -> list[str]:
-    x = torch.zeros(1, 8, 4, 8)
-    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("zigzag", {}, {"documents": [0, 4, 8]}),
-        ("zigzag", {}, {"documents": [4, 16]}),
-        ("zigzag", {}, {"window_size": (-3, 0)}),
-        ("usp", {"documents_layout": "per_document", "layout": "stripe"}, {"documents": [0, 4, 16]}),
-    ]
-    said = []
-    for name, params, options in calls:
-        with pytest.raises(Unsupported) as refusal:
-            create(name, kernel="reference", **params).attention(x, x, x, **options)
-        said.append(str(refusal.value))
-    return said
-
-
-@pytest.mark.processes
-def test_unsupported_mask_error_names_supporting_strategies() -> None:
-    for said in run_ranks(2, refusals):
-        assert "the documents end at 8, and the sequence has 16" in said[0]
-        assert "documents are cumulative lengths: 0" in said[1]
-        assert "a query attends to, -1 for all: not (-3, 0)" in said[2]
-        assert "the stripe layout is not made for each document by itself" in said[3]
-    assert f"those that do are {', '.join(names())}" in str(
-        find("torch-cp").load().why_mask_unsupported(Mask.of(window=(4, 0)), 16, 2)
-    )
 
 
 def test_stripe_layout_per_document_is_refused() -> None:

@@ -18,7 +18,7 @@ from ringprof.strategies.masks.layouts import LAYOUTS
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from ringprof.workload.mask import Mask
 from tests.pairs import pairs
-from tests.strategies.cases import Case
+from tests.strategies.cases import Case, worst
 from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks, why_kernel_is_left_out
 
 pytestmark = [
@@ -72,10 +72,6 @@ def truth_of(full: list[Tensor], mask: Mask, softcap: float = 0.0) -> list[Tenso
     kernel, how = MaskedReference(mask, softcap=softcap), {"scale": q.shape[-1] ** -0.5, "causal": mask.causal}
     out, lse = kernel.forward(q, k, v, **how)
     return [out, *kernel.backward(dout, q, k, v, lse, out=out, **how)]
-
-
-def worst(values: list[Tensor], truth: list[Tensor]) -> float:
-    return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(values, truth, strict=True))
 
 
 VARLEN = ("flash-attn-3", "flash-attn", "torch-flash")

@@ -14,33 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringprof.strategies import create
-from ringprof.strategies.kernels.reference import ReferenceKernel
+from ringprof.workload.mask import Mask
 from tests.pairs import pairs
-from tests.strategies.cases import CASES, Case
+from tests.strategies.cases import CASES, Case, worst
 from tests.strategies.gpu_ranks import SIZES, needs_two_gpus, run_gpu_ranks
+from tests.strategies.test_masks_on_gpu import SEQ, full_inputs, truth_of
 
 pytestmark = [pytest.mark.gpu, needs_two_gpus]
-SEQ, HEAD_DIM = 1024, 128
+HEAD_DIM = 128
 SHAPES = [(1, 8, 8), (2, 8, 2), (3, 8, 4)]
 """Shapes (batch, heads, kv heads)."""
-
-
-def full_inputs(batch: int, heads: int, kv_heads: int) -> list[Tensor]:
-    generator = torch.Generator("cuda").manual_seed(batch)
-    counts = (heads, kv_heads, kv_heads, heads)
-    shapes = [(batch, SEQ, count, HEAD_DIM) for count in counts]
-    return [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
-
-
-def truth_of(full: list[Tensor], causal: bool) -> list[Tensor]:
-    q, k, v, dout = (x.double() for x in full)
-    kernel = ReferenceKernel()
-    out, lse = kernel.forward(q, k, v, scale=HEAD_DIM**-0.5, causal=causal)
-    return [out, *kernel.backward(dout, q, k, v, lse, out=out, scale=HEAD_DIM**-0.5, causal=causal)]
-
-
-def error(value: Tensor, truth: Tensor) -> float:
-    return float((value.double() - truth).norm() / truth.norm())
 
 
 def by_strategy(case: Case, hops: str, full: list[Tensor], causal: bool) -> list[Tensor]:
@@ -77,14 +60,14 @@ def in_random_order(rank: int, size: int, seed: int, choose: Callable[..., Itera
     wrong = []
     for index, (shape, causal, (who, hops)) in enumerate(jobs):
         if (shape, causal) not in known:
-            full = full_inputs(*shape)
-            known[shape, causal] = full, truth_of(full, causal)
+            full = full_inputs((*shape, HEAD_DIM))
+            known[shape, causal] = full, truth_of(full, Mask(causal))
         full, truth = known[shape, causal]
         results = by_torch(who, full, causal) if isinstance(who, str) else by_strategy(who, hops, full, causal)
-        worst = max(error(value, true) for value, true in zip(results, truth, strict=True))
-        # Not "worst > 0.02": NaN must not pass.
-        if not worst < 0.02:
-            wrong.append(f"{index}: {who} {hops} {shape} causal={causal}: {worst:.2g}")
+        error = worst(results, truth)
+        # Not "error > 0.02": NaN must not pass.
+        if not error < 0.02:
+            wrong.append(f"{index}: {who} {hops} {shape} causal={causal}: {error:.2g}")
     return wrong
 
 
@@ -104,7 +87,7 @@ def graphed(rank: int, kernels: list[tuple[str, Case]]) -> list[str]:
     for kernel, case in kernels:
         # Copied hops, which `auto` takes beside cuDNN, cannot be captured.
         strategy = create(case.name, kernel=kernel, hops="nccl", **case.params)
-        draws = [full_inputs(1, 8, 4), [x.flip(1) for x in full_inputs(1, 8, 4)]]
+        draws = [full_inputs((1, 8, 4, HEAD_DIM)), [x.flip(1) for x in full_inputs((1, 8, 4, HEAD_DIM))]]
         held = [strategy.shard(x).requires_grad_(i < 3) for i, x in enumerate(draws[0])]
 
         def once(held: list[Tensor] = held, strategy: Any = strategy) -> list[Tensor]:
@@ -127,9 +110,9 @@ def graphed(rank: int, kernels: list[tuple[str, Case]]) -> list[str]:
             graph.replay()
         replayed = [x.clone() for x in results]
         expected = once()
-        worst = max(error(x, y.double()) for x, y in zip(replayed, expected, strict=True))
-        if not worst < 5e-3:
-            wrong.append(f"{kernel}, {case}: {worst:.2g}")
+        error = worst(replayed, [x.double() for x in expected])
+        if not error < 5e-3:
+            wrong.append(f"{kernel}, {case}: {error:.2g}")
         torch.cuda.synchronize()
     return wrong
 
@@ -155,7 +138,7 @@ def without_waiting(rank: int) -> list[str]:
     for case in ON_TWO:
         for hops in ("nccl", "copy") if case.name not in ("ulysses", "megatron", "allgather") else ("nccl",):
             strategy = create(case.name, kernel="cudnn", hops=hops, **case.params)
-            leaves = [strategy.shard(x).requires_grad_() for x in full_inputs(1, 8, 4)[:3]]
+            leaves = [strategy.shard(x).requires_grad_() for x in full_inputs((1, 8, 4, HEAD_DIM))[:3]]
             for turn in range(3):
                 torch.cuda.set_sync_debug_mode("error" if turn == 2 else "default")
                 try:
@@ -179,7 +162,7 @@ def documents_without_waiting(rank: int) -> list[str]:
         strategy = create("zigzag", documents_layout=layout)
         strategy.overlaps_last_hop = lambda travelling: True
         documents = [0, SEQ // 8, SEQ // 8 + 24, SEQ // 2, SEQ]
-        leaves = [strategy.shard(x, documents=documents).requires_grad_() for x in full_inputs(1, 8, 4)[:3]]
+        leaves = [strategy.shard(x, documents=documents).requires_grad_() for x in full_inputs((1, 8, 4, HEAD_DIM))[:3]]
         for turn in range(3):
             torch.cuda.set_sync_debug_mode("error" if turn == 2 else "default")
             try:

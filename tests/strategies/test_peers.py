@@ -13,7 +13,7 @@ import torch
 import torch.distributed.tensor.experimental
 from torch import Tensor
 
-from ringprof.strategies import UnknownName, Unsupported, create, find, parameters, peer_names
+from ringprof.strategies import UnknownName, create, find, parameters, peer_names
 from ringprof.strategies.kernels.flash_attn import FlashAttnKernel
 from ringprof.strategies.kernels.newer_flash_attn import FlashAttn3Kernel
 from ringprof.strategies.kernels.torch_kernels import CudnnKernel
@@ -24,11 +24,9 @@ from ringprof.strategies.peers.transformer_engine import (
     select_backend,
 )
 from ringprof.workload.mask import Mask
-from tests.strategies.cases import Case, WorkloadShard, dense, over_the_ranks, relative_error
+from tests.strategies.cases import Case, WorkloadShard, dense, over_the_ranks, worst
 from tests.strategies.fake_packages import install
-from tests.strategies.ranks import run_ranks
-from tests.strategies.test_masks import dense as dense_masked
-from tests.strategies.test_masks import over_the_ranks as over_the_ranks_masked
+from tests.strategies.ranks import refusal, run_ranks
 
 PEERS = [
     Case("ring-flash-attn/ring"),
@@ -59,12 +57,7 @@ def _pretend() -> None:
 
 def _errors(rank: int, cases: list[Case], problem: WorkloadShard) -> dict[str, float]:
     _pretend()
-    truth = dense(problem)
-    errors = {}
-    for case in cases:
-        results = over_the_ranks(case, problem)
-        errors[str(case)] = max(relative_error(result, true) for result, true in zip(results, truth, strict=True))
-    return errors
+    return {str(case): worst(over_the_ranks(case, problem), dense(problem)) for case in cases}
 
 
 @pytest.mark.processes
@@ -85,10 +78,8 @@ def test_a_full_mask_and_a_batch_are_passed_on() -> None:
 
 
 def _torch_errors(rank: int, problem: WorkloadShard) -> list[float]:
-    truth = dense(problem)
     rings = [Case("torch-cp", {"rotate": rotate}) for rotate in ("allgather", "alltoall")]
-    results = [over_the_ranks(ring, problem) for ring in rings]
-    return [relative_error(value, true) for result in results for value, true in zip(result, truth, strict=True)]
+    return [worst(over_the_ranks(ring, problem), dense(problem)) for ring in rings]
 
 
 @pytest.mark.processes
@@ -127,20 +118,18 @@ WINDOWS = [Mask.of(window=(6, 0)), Mask.of(documents=[0, 40, 64], window=(8, 0))
 
 def _masked_errors(rank: int, problem: WorkloadShard, truths: dict[Mask, list[Tensor]]) -> dict[str, float]:
     _pretend()
-    errors = {}
-    for mask, truth in truths.items():
-        for case in TRANSFORMER_ENGINE[1:3] if mask.windowed else TRANSFORMER_ENGINE:
-            results, _ = over_the_ranks_masked(case, problem, mask)
-            pairs = zip(results, truth, strict=True)
-            errors[f"{case} {mask}"] = max(relative_error(result, true) for result, true in pairs)
-    return errors
+    return {
+        f"{case} {mask}": worst(over_the_ranks(case, problem, mask), truth)
+        for mask, truth in truths.items()
+        for case in (TRANSFORMER_ENGINE[1:3] if mask.windowed else TRANSFORMER_ENGINE)
+    }
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 def test_transformer_engine_takes_packed_documents_and_windows(world: int) -> None:
     problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=4, kernel="auto")
-    truths = {mask: dense_masked(problem, mask) for mask in [*PACKED, *WINDOWS]}
+    truths = {mask: dense(problem, mask) for mask in [*PACKED, *WINDOWS]}
     (errors, *_) = run_ranks(world, _masked_errors, problem, truths)
     assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
     assert len(errors) == 2 * 4 + 2 * 2
@@ -217,9 +206,7 @@ def _refusals(rank: int) -> list[str]:
     for name, params, options, batch in calls:
         strategy = create(name, **params)
         q, k, v = (torch.zeros(batch, 8, heads, 8, dtype=torch.bfloat16) for heads in (3, 1, 1))
-        with pytest.raises(Unsupported) as refused:
-            strategy.attention(q, k, v, **options)
-        messages.append(str(refused.value))
+        messages.append(refusal(strategy.attention, q, k, v, **options))
     return messages
 
 

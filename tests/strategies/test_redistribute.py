@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ringprof.strategies import Unsupported, create, redistribute_cache
+from ringprof.strategies import create, redistribute_cache
 from tests.paths import ROOT
-from tests.strategies.ranks import run_ranks
+from tests.strategies.ranks import refusal, run_ranks
 
 EXAMPLE = ROOT / "examples" / "prefill_to_decode.py"
 
@@ -85,11 +85,7 @@ def back_and_refusals(rank: int) -> list[str]:
         (narrow, prefill, {"kv_length": 13}),
         (decode, create("ring-prefill", group=torch.distributed.new_group([1, 0])), {"kv_length": 13}),
     ):
-        try:
-            redistribute_cache(source, target, *own, **options)
-            messages.append("")
-        except Unsupported as error:
-            messages.append(str(error))
+        messages.append(refusal(redistribute_cache, source, target, *own, **options))
     return messages
 
 

@@ -8,15 +8,25 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import torch.distributed as dist
 
 from ringprof.strategies import algorithms, create, find, names, parameters, peer_names, peers
 from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.registry import for_inference
 from ringprof.strategies.transport.torch_transport import TorchTransport
-from tests.strategies.cases import CASES, Case, WorkloadShard, dense, inputs, over_the_ranks, relative_error
+from tests.strategies.cases import (
+    CASES,
+    Case,
+    WorkloadShard,
+    attend,
+    dense,
+    inputs,
+    over_the_ranks,
+    relative_error,
+    shares,
+    worst,
+)
 from tests.strategies.ranks import run_ranks
 
 PROBLEMS = [
@@ -32,12 +42,11 @@ PROBLEMS = [
 
 def errors_of(rank: int, cases: list[Case], problems: list[WorkloadShard]) -> list[tuple[str, float]]:
     """Return the largest error of out, dq, dk and dv for every case and problem."""
-    errors = []
-    for case in cases:
-        for problem in problems:
-            pairs = zip(over_the_ranks(case, problem), dense(problem), strict=True)
-            errors.append((f"{case} {problem}", max(relative_error(value, truth) for value, truth in pairs)))
-    return errors
+    return [
+        (f"{case} {problem}", worst(over_the_ranks(case, problem), dense(problem)))
+        for case in cases
+        for problem in problems
+    ]
 
 
 def check(world: int, problems: list[WorkloadShard], bound: float) -> None:
@@ -47,24 +56,20 @@ def check(world: int, problems: list[WorkloadShard], bound: float) -> None:
             assert error <= bound, label
 
 
+ON_8_RANKS = [
+    WorkloadShard(seq=64), WorkloadShard(seq=64, causal=False), WorkloadShard(seq=32, batch=2, heads=8, kv_heads=2),
+]  # fmt: skip
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_strategy_is_exact_in_float64(world):
+@pytest.mark.parametrize(
+    ("world", "problems"),
+    [(1, PROBLEMS), (2, PROBLEMS), (4, PROBLEMS), pytest.param(8, ON_8_RANKS, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_every_strategy_is_exact_in_float64(world, problems):
     # What differs from the dense formula is the order of sums: some tens of roundings of 1e-16.
-    check(world, PROBLEMS, 1e-13)
-
-
-@pytest.mark.long
-def test_every_strategy_is_exact_in_float64_on_8_ranks():
-    check(
-        8,
-        [
-            WorkloadShard(seq=64),
-            WorkloadShard(seq=64, causal=False),
-            WorkloadShard(seq=32, batch=2, heads=8, kv_heads=2),
-        ],
-        1e-13,
-    )
+    check(world, problems, 1e-13)
 
 
 @pytest.mark.processes
@@ -72,13 +77,9 @@ def test_every_strategy_is_exact_in_float64_on_8_ranks():
 def test_rounding_error_is_near_that_of_one_device(dtype, unit):
     """The error is at most 3 times that of one call of the same kernel, plus a rounding at each hop."""
     problem = WorkloadShard(seq=128, heads=4, kv_heads=2, head_dim=16, dtype=dtype, kernel="cpu-flash")
-    truth = dense(problem)
-    alone = [
-        relative_error(value, exact) for value, exact in zip(over_the_ranks(Case("ring"), problem), truth, strict=True)
-    ]
+    alone = rounding_of(0, [Case("ring")], problem)[0]
     cases = [case for case in CASES if 4 in case.worlds]
-    worst = run_ranks(4, rounding_of, cases, problem)
-    for case, errors in zip(cases, worst[0], strict=True):
+    for case, errors in zip(cases, run_ranks(4, rounding_of, cases, problem)[0], strict=True):
         # On 4 ranks a gradient is rounded to the input's type at most 4 times, each by at most a unit.
         on_the_wire = 4 * unit**2 / 3
         for error, error_alone in zip(errors, alone, strict=True):
@@ -91,45 +92,6 @@ def rounding_of(rank: int, cases: list[Case], problem: WorkloadShard) -> list[li
         [relative_error(value, exact) for value, exact in zip(over_the_ranks(case, problem), truth, strict=True)]
         for case in cases
     ]
-
-
-@st.composite
-def drawn_problems(draw) -> WorkloadShard:
-    kv_heads = draw(st.sampled_from([2, 4]))
-    return WorkloadShard(
-        seq=16 * draw(st.integers(1, 5)),
-        batch=draw(st.integers(1, 3)),
-        heads=kv_heads * draw(st.integers(1, 3)),
-        kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 9)),
-        causal=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
-    )
-
-
-def drawn_are_exact(problem: WorkloadShard, world: int) -> None:
-    cases = [case for case in CASES if world in case.worlds and problem.heads % world == 0]
-    for label, error in run_ranks(world, errors_of, cases, [problem])[0]:
-        assert error <= 1e-12, label
-
-
-def examples(count: int) -> settings:
-    """Return settings for ``count`` examples without health checks, because forked ranks are slow."""
-    return settings(max_examples=count, suppress_health_check=list(HealthCheck), print_blob=True)
-
-
-@pytest.mark.processes
-@examples(5)
-@given(drawn_problems())
-def test_random_shapes_on_2_ranks_are_exact(problem):
-    drawn_are_exact(problem, 2)
-
-
-@pytest.mark.long
-@examples(60)
-@given(drawn_problems())
-def test_random_shapes_on_4_ranks_are_exact(problem):
-    drawn_are_exact(problem, 4)
 
 
 def same_bits(rank: int, problem: WorkloadShard) -> list[str]:
@@ -150,71 +112,46 @@ def test_a_second_call_gives_the_same_bits():
 # --- the LSE ----------------------------------------------------------------------------------------
 
 
-def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard) -> list[float]:
-    """Return the errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse)."""
+CPU_FLASH = "cpu-flash", torch.float32, 1e-5
+
+
+def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard, loss_of: str) -> list[tuple[str, float]]:
+    """Return the errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse), or a part of it."""
     full = inputs(problem)
-    weights = torch.randn(
-        problem.batch, problem.heads, problem.seq, generator=torch.Generator().manual_seed(9)
-    ).double()
-    leaves = [tensor.double().clone().requires_grad_() for tensor in full[:3]]
-    groups = problem.heads // problem.kv_heads
-    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], leaves[1].repeat_interleave(groups, 2)) * problem.head_dim**-0.5
-    scores = scores.masked_fill(torch.ones(problem.seq, problem.seq).triu(1).bool(), float("-inf"))
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), leaves[2].repeat_interleave(groups, 2))
-    ((out * full[3].double()).sum() + (scores.logsumexp(-1) * weights).sum()).backward()
-    errors = []
+    weights = torch.randn(full[0].shape[:3], generator=torch.Generator().manual_seed(9)).transpose(1, 2).double()
+    leaves = [tensor.double().requires_grad_() for tensor in full[:3]]
+    out, lse = attend(leaves[0], leaves[1], leaves[2])
+    has_output, errors = loss_of != "LSE of rank 1", []
     for case in cases:
         strategy = create(case.name, kernel=problem.kernel, **case.params)
-        *qkv, dout = (strategy.shard(tensor) for tensor in full)
-        for tensor in qkv:
-            tensor.requires_grad_()
+        of_rank_1 = strategy.layout.positions(problem.seq, dist.get_world_size(), 1)
+        tokens = slice(None) if loss_of == "all" else of_rank_1
+        loss = has_output * (out * full[3].double()).sum() + (lse * weights)[..., tokens].sum()
+        truth = torch.autograd.grad(loss, leaves, retain_graph=True)
+        qkv, dout = shares(strategy, full)
         local_out, local_lse = strategy.attention(*qkv, return_lse=True)
-        ((local_out * dout).sum() + (local_lse * strategy.shard(weights, dim=2)).sum()).backward()
-        pairs = [(strategy.unshard(t.grad), leaf.grad) for t, leaf in zip(qkv, leaves, strict=True)]
-        errors.append(max(relative_error(value, truth) for value, truth in pairs if truth is not None))
+        of_lse = (local_lse * strategy.shard(weights, dim=2)).sum()
+        # The LSE is in no graph of a rank whose loss lacks it.
+        terms = [(local_out * dout).sum()] if has_output else []
+        terms += [of_lse] if loss_of == "all" or rank == 1 else []
+        (torch.stack(terms).sum() if terms else 0 * of_lse).backward()
+        pairs = zip([strategy.unshard(x.grad) for x in qkv], truth, strict=True)
+        # dv is 0 where dO is.
+        errors += [(str(case), relative_error(x, y) if y.any() else float(x.abs().max())) for x, y in pairs]
     return errors
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "bound"), [("reference", torch.float64, 1e-13), ("cpu-flash", torch.float32, 1e-5)]
+    ("world", "kernel", "dtype", "bound"),
+    [(n, kernel, *limits) for n in (2, 4) for kernel, *limits in (("reference", torch.float64, 1e-13), CPU_FLASH)],
 )
-def test_gradient_through_the_lse_is_exact(kernel, dtype, bound):
+@pytest.mark.parametrize("loss_of", ["all", "output, and LSE of rank 1", "LSE of rank 1"])
+def test_gradient_through_the_lse_is_exact(world, kernel, dtype, bound, loss_of):
     problem = WorkloadShard(seq=32, kernel=kernel, dtype=dtype)
-    cases = [case for case in CASES if 4 in case.worlds]
-    for errors in run_ranks(4, lse_gradients, cases, problem):
-        for case, error in zip(cases, errors, strict=True):
-            assert error <= bound, str(case)
-
-
-def lse_alone(rank: int, kernel: str) -> dict[str, float]:
-    """Return the errors of dq and dk, and the size of dv, where the loss is the LSE of rank 1's tokens: dO is 0."""
-    full = inputs(WorkloadShard(seq=16, dtype=torch.float32))
-    q, k = (tensor.double().requires_grad_() for tensor in full[:2])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
-    lse = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf")).logsumexp(-1)
-    errors = {}
-    for case in [case for case in CASES if 2 in case.worlds]:
-        strategy = create(case.name, kernel=kernel, **case.params)
-        mine = [strategy.shard(tensor).requires_grad_() for tensor in full[:3]]
-        _, local_lse = strategy.attention(*mine, return_lse=True)
-        if rank == 1:
-            local_lse.sum().backward()
-        else:
-            (local_lse.sum() * 0).backward()
-        theirs = strategy.layout.positions(16, 2, 1)
-        truth = torch.autograd.grad(lse[..., theirs].sum(), (q, k), retain_graph=True)
-        dq, dk, dv = (strategy.unshard(tensor.grad) for tensor in mine)
-        errors[str(case)] = max(relative_error(dq, truth[0]), relative_error(dk, truth[1]), float(dv.abs().max()))
-    return errors
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
-def test_lse_gradient_without_output_gradient_is_exact(kernel):
-    for errors in run_ranks(2, lse_alone, kernel):
-        for case, error in errors.items():
-            assert error < 1e-5, case
+    cases = [case for case in CASES if world in case.worlds]
+    for errors in run_ranks(world, lse_gradients, cases, problem, loss_of):
+        assert [(case, error) for case, error in errors if not error <= bound] == []
 
 
 @pytest.mark.processes
@@ -268,8 +205,7 @@ def _strategies_in(module: str) -> set[type[Strategy]]:
 def test_one_rank_needs_no_process_group():
     problem = replace(PROBLEMS[0], seq=20)
     for name in ("ring", "zigzag", "burst", "megatron"):
-        for value, truth in zip(over_the_ranks(Case(name), problem), dense(problem), strict=True):
-            assert relative_error(value, truth) < 1e-13
+        assert worst(over_the_ranks(Case(name), problem), dense(problem)) < 1e-13
 
 
 def group_timeout(rank: int) -> float:

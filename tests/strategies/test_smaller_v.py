@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from torch import Tensor
 
 from ringprof.strategies import names
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.transport.baselines import RecordingKernel
-from tests.strategies.cases import CASES, Case, WorkloadShard, dense, over_the_ranks, relative_error
+from tests.strategies.cases import CASES, WorkloadShard, with_kernel
 from tests.strategies.ranks import run_ranks
 
 PROBLEM = WorkloadShard(seq=32, batch=2, heads=8, kv_heads=4, head_dim=6, v_head_dim=4)
@@ -26,17 +23,6 @@ class OneSizeKernel(ReferenceKernel):
         return v_head_dim == head_dim
 
 
-def results_of(rank: int, cases: list[Case], kernel: type[ReferenceKernel], truth: list[Tensor]) -> list[Any]:
-    rows = []
-    for case in cases:
-        recording = RecordingKernel(kernel())
-        results = over_the_ranks(case, PROBLEM, recording)
-        worst = max(relative_error(value, exact) for value, exact in zip(results, truth, strict=True))
-        sizes = {call.v.size[3] for call in recording.recorded_calls}
-        rows.append((case, worst, sizes, recording.kernel.flops))
-    return rows
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kernel", [ReferenceKernel, OneSizeKernel])
@@ -44,13 +30,13 @@ def test_smaller_v_is_exact_and_padded_only_for_a_kernel_of_one_size(world: int,
     cases = [case for case in CASES if world in case.worlds]
     assert {case.name for case in cases} == set(names())
     flops: dict[str, int] = {}
-    for rows in run_ranks(world, results_of, cases, kernel, dense(PROBLEM)):
-        for case, error, sizes, counted in rows:
+    for rows in run_ranks(world, with_kernel, lambda: RecordingKernel(kernel()), cases, PROBLEM):
+        for case, error, recording in rows:
             assert error < 1e-13, case
             # Megatron's message holds K and V alike: it pads them before.
-            padded = kernel is OneSizeKernel or case.name == "megatron"
-            assert sizes == {6 if padded else 4}, case
-            flops[str(case)] = flops.get(str(case), 0) + counted
+            padded = kernel is OneSizeKernel or case.startswith("megatron")
+            assert {call.v.size[3] for call in recording.recorded_calls} == {6 if padded else 4}, case
+            flops[case] = flops.get(case, 0) + recording.kernel.flops
     pairs = PROBLEM.batch * PROBLEM.heads * PROBLEM.seq * (PROBLEM.seq + 1) // 2
     for case, counted in flops.items():
         size = 6 if kernel is OneSizeKernel or case.startswith("megatron") else 4

@@ -1,4 +1,4 @@
-"""Softcap in every strategy, against torch's own autograd over the plain formula in float64."""
+"""Softcap and sinks in every strategy, against torch's own autograd over the plain formula in float64."""
 
 from __future__ import annotations
 
@@ -18,29 +18,14 @@ from ringprof.strategies.kernels.flash_attn import FlashAttnKernel
 from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.kernels.registry import KERNELS, choose_kernel
 from ringprof.workload.mask import Mask
-from tests.strategies.cases import WorkloadShard, inputs, relative_error
+from tests.strategies.cases import WorkloadShard, call, dense, examples, inputs, relative_error, shares, worst
 from tests.strategies.ranks import run_ranks
-from tests.strategies.test_results import examples
-from tests.test_mask import sees
 
 DOCUMENTS = Mask.of(documents=[0, 7, 40, 64], window=(9, 0))
 
 
-def dense(problem: WorkloadShard, mask: Mask, softcap: float) -> list[Tensor]:
-    """Compute out, dq, dk, dv and LSE, with scores capped before the mask."""
-    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
-    q, k, v, dout = inputs(problem)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * problem.head_dim**-0.5
-    scores = (softcap * (scores / softcap).tanh()).masked_fill(~seen, float("-inf"))
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide_v)
-    out.backward(dout)
-    return [out.detach(), *(x.grad for x in leaves if x.grad is not None), scores.logsumexp(-1).detach()]
-
-
 def errors(
-    rank: int, kernel: str, problem: WorkloadShard, softcap: float, truths: dict[Mask, list[Tensor]]
+    rank: int, kernel: str, problem: WorkloadShard, softcap: float, sinks: Tensor, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
     errors_ = []
     for mask, truth in truths.items():
@@ -48,25 +33,28 @@ def errors(
             if not mask.plain and not find(name).load().takes_masks:
                 continue
             strategy, held = create(name, kernel=kernel), {"documents": mask.documents}
-            *qkv, dout = (strategy.shard(x, **held) for x in inputs(problem))
-            leaves = [x.requires_grad_() for x in qkv]
-            how = held | {"window_size": mask.window, "softcap": softcap}
-            out, lse = strategy.attention(*leaves, causal=mask.causal, return_lse=True, **how)
+            qkv, dout = shares(strategy, inputs(problem), mask)
+            leaves = [*qkv, sinks.clone().requires_grad_()]
+            how = held | {"window_size": mask.window, "softcap": softcap, "sinks": leaves[3]}
+            out, lse = strategy.attention(*qkv, causal=mask.causal, return_lse=True, **how)
             out.backward(dout)
-            whole = [strategy.unshard(x.detach(), **held) for x in (out, *(leaf.grad for leaf in leaves))]
-            whole.append(strategy.unshard(lse.detach(), 2, **held))
-            worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
-            errors_.append((f"{name}, {mask}", worst))
+            torch.distributed.all_reduce(leaves[3].grad)
+            whole = [strategy.unshard(x.detach(), **held) for x in (out, *(leaf.grad for leaf in qkv))]
+            whole += [leaves[3].grad, strategy.unshard(lse.detach(), 2, **held)]
+            errors_.append((f"{name}, {mask}", worst(whole, truth)))
     return errors_
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("world", "kernel"), [(4, "reference"), (2, "flex")])
-def test_softcap_is_exact_in_every_strategy(world: int, kernel: str) -> None:
-    problem = WorkloadShard(seq=64, batch=2)
-    # As large as some scores: a linear stretch would not show it.
-    truths = {mask: dense(problem, mask, 1.5) for mask in (Mask(), DOCUMENTS)}
-    for label, error in run_ranks(world, errors, kernel, problem, 1.5, truths)[0]:
+@pytest.mark.parametrize(
+    ("world", "kernel", "softcap"),
+    [(4, "reference", 1.5), (2, "flex", 1.5), (4, "reference", 0.0), (4, "cpu-flash", 0.0)],
+)
+def test_softcap_and_sinks_are_exact_in_every_strategy(world: int, kernel: str, softcap: float) -> None:
+    """The softcap is as large as some scores: a linear stretch would not show it."""
+    problem, sinks = WorkloadShard(seq=64, batch=2), torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
+    truths = {mask: dense(problem, mask, softcap=softcap, sinks=sinks, with_lse=True) for mask in (Mask(), DOCUMENTS)}
+    for label, error in run_ranks(world, errors, kernel, problem, softcap, sinks, truths)[0]:
         assert error < 1e-12, label
 
 
@@ -83,17 +71,12 @@ def test_limits_of_large_and_small_softcap() -> None:
 @examples(8)
 @given(st.floats(0.05, 60), st.integers(0, 99), st.integers(1, 12), st.booleans())
 def test_random_softcaps_are_exact(softcap: float, seed: int, quarter: int, causal: bool) -> None:
-    problem = WorkloadShard(seq=4 * quarter, seed=seed, head_dim=3)
-    mask = Mask(causal)
-    truth = dense(problem, mask, softcap)
+    problem = WorkloadShard(seq=4 * quarter, seed=seed, head_dim=3, causal=causal)
+    truth = dense(problem, softcap=softcap)
     size = max(float(x.norm()) for x in truth)
     for name in names():
-        strategy = create(name, kernel="reference")
-        *qkv, dout = inputs(problem)
-        leaves = [x.requires_grad_() for x in qkv]
-        out = strategy.attention(*leaves, causal=causal, softcap=softcap)
-        results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-        off = max(float((value - exact).norm()) for value, exact in zip(results, truth[:4], strict=True))
+        results = call(create(name, kernel="reference"), problem, softcap=softcap)
+        off = max(float((value - exact).norm()) for value, exact in zip(results, truth, strict=True))
         assert off < 1e-12 * size, name
 
 
@@ -102,12 +85,10 @@ def test_nan_stays_in_its_document_with_softcap() -> None:
     strategy = create("ring", kernel="reference")
     results = []
     for value in (0.0, float("nan")):
-        *qkv, dout = inputs(problem)
-        for x in (*qkv, dout):
+        full = inputs(problem)
+        for x in full:
             x[:, 7:40] = value
-        leaves = [x.requires_grad_() for x in qkv]
-        out = strategy.attention(*leaves, documents=[0, 7, 40, 64], softcap=2.0)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+        results.append(call(strategy, problem, Mask.of(documents=[0, 7, 40, 64]), full, softcap=2.0))
     for before, after in zip(*results, strict=True):
         for rows in (slice(0, 7), slice(40, 64)):
             assert torch.equal(before[:, rows], after[:, rows])

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ringprof.strategies import create
 from ringprof.strategies.algorithms.zigzag import Zigzag
 from ringprof.strategies.base import Context
 from ringprof.strategies.kernels.kernel import Gradients
@@ -17,9 +16,8 @@ from ringprof.strategies.kernels.reference import ReferenceKernel
 from ringprof.strategies.masks.layouts import ALL, WHOLE, split_in_place
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.workload.mask import Mask
-from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
+from tests.strategies.cases import Case, WorkloadShard, dense, inputs, relative_error, with_kernel
 from tests.strategies.ranks import run_ranks
-from tests.strategies.test_masks import dense
 
 CASES = [
     Case("ring"), Case("zigzag"), Case("zigzag", {"documents_layout": "dealt"}), Case("stripe"),
@@ -55,36 +53,15 @@ class WritingKernel(ReferenceKernel):
         return into
 
 
-def errors_of(
-    rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]], *, overlaps: bool = True
-) -> list[Any]:
-    rows = []
-    for mask, truth in truths.items():
-        for case in cases:
-            kernel = WritingKernel()
-            strategy = create(case.name, kernel="reference", **case.params)
-            strategy.kernel_for = lambda q, kernel=kernel, **_: kernel
-            strategy.overlaps_last_hop = lambda travelling: overlaps
-            *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in inputs(problem))
-            for tensor in qkv:
-                tensor.requires_grad_()
-            out = strategy.attention(*qkv, causal=mask.causal, documents=mask.documents, window_size=mask.window)
-            out.backward(dout)
-            whole = [strategy.unshard(x, documents=mask.documents) for x in (out, *(x.grad for x in qkv))]
-            worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
-            rows.append((f"{case} {mask}", worst, kernel.written))
-    return rows
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("world", "kv_heads", "v_head_dim"), [(2, 8, None), (2, 4, None), (4, 8, None), (2, 8, 6)])
 def test_gradients_of_halves_are_exact(world: int, kv_heads: int, v_head_dim: int | None) -> None:
     """With fewer kv heads than heads the reference repeats them, and its gradients are copied."""
     problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=kv_heads, v_head_dim=v_head_dim)
-    truths = {mask: dense(problem, mask) for mask in MASKS}
-    for rows in run_ranks(world, errors_of, [case for case in CASES if world in case.worlds], problem, truths):
+    run, cases = partial(with_kernel, overlaps=True), [case for case in CASES if world in case.worlds]
+    for rows in run_ranks(world, run, WritingKernel, cases, problem, MASKS):
         assert {name: error for name, error, _ in rows if not error < 1e-12} == {}
-        written = {name: count for name, _, count in rows}
+        written = {name: kernel.written for name, _, kernel in rows}
         assert written[f"zigzag {MASKS[0]}"] == written[f"zigzag {MASKS[1]}"] == (2 if kv_heads == 8 else 0)
         # A double ring has two last hops, and a window bands: both keep what they had.
         assert all(count in (0, 2) for count in written.values())
@@ -96,17 +73,15 @@ def test_gradients_of_halves_are_exact(world: int, kv_heads: int, v_head_dim: in
 def test_gradients_of_a_ring_of_two_ranks_are_exact(kv_heads: int, v_head_dim: int | None) -> None:
     """Where nothing overlaps the last hop, the kernel writes dK and dV of both blocks where they are sent or added."""
     problem = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=kv_heads, v_head_dim=v_head_dim)
-    truths = {mask: dense(problem, mask) for mask in MASKS[:3]}
-    cases = [case for case in CASES if 2 in case.worlds]
-    by_rank = run_ranks(2, partial(errors_of, overlaps=False), cases, problem, truths)
-    for rank, rows in enumerate(by_rank):
+    run, cases = partial(with_kernel, overlaps=False), [case for case in CASES if 2 in case.worlds]
+    for rank, rows in enumerate(run_ranks(2, run, WritingKernel, cases, problem, MASKS[:3])):
         assert {name: error for name, error, _ in rows if not error < 1e-12} == {}
         # Under a causal mask the first rank of the contiguous layout sees no key of the other.
         expected = {str(case): 1 + (rank == 1 or case.name != "ring") for case in cases}
-        written = {name: count for name, _, count in rows if name.endswith(f" {MASKS[0]}")}
+        written = {name: kernel.written for name, _, kernel in rows if name.endswith(f" {MASKS[0]}")}
         writes = v_head_dim is None and kv_heads == 8
         assert written == {f"{name} {MASKS[0]}": count * writes for name, count in expected.items()}
-        assert not any(count for name, _, count in rows if name.endswith(f" {MASKS[2]}"))
+        assert not any(kernel.written for name, _, kernel in rows if name.endswith(f" {MASKS[2]}"))
 
 
 class Watched(Zigzag):

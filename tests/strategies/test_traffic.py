@@ -15,7 +15,7 @@ from ringprof.prediction.schedules import schedule
 from ringprof.strategies import create, names
 from ringprof.strategies.transport import groups
 from ringprof.workload.workload import Workload
-from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, over_the_ranks
+from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, over_the_ranks, shares
 from tests.strategies.ranks import run_ranks
 
 PROBLEM = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=4, head_dim=4, dtype=torch.bfloat16, kernel="cpu-flash")
@@ -185,47 +185,37 @@ def test_volumes_on_8_ranks_equal_published_values(heads, kv_heads, seq, column)
                 assert tuple(scaled) == megabytes, str(row[0])
 
 
-def links_of(rank: int) -> dict[str, dict[str, int]]:
-    hops_by_name = {}
-    for name in ("zigzag", "burst", "double-ring"):
-        strategy = create(name, kernel="reference", ranks_per_host=2)
-        q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
-        strategy.attention(q, k, v).sum().backward()
-        hops = {"same_host": 0, "other_host": 0}
-        for (_, phase, _, link), (count, _) in strategy.comm.meter.sent.items():
-            hops[link] += count if phase == "forward" else 0
-        hops_by_name[name] = hops
-    return hops_by_name
+def links_of(rank: int, cases: list[Case]) -> list[dict[str, list[int]]]:
+    """Return [count, bytes] of the forward pass by channel and link, on two hosts of two ranks."""
+    sent_by_case = []
+    for case in cases:
+        strategy = create(case.name, kernel="reference", ranks_per_host=2, **case.params)
+        q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64) for _ in range(3))
+        strategy.attention(q, k, v)
+        sent_by_case.append({f"{channel} {link}": x for (channel, _, _, link), x in strategy.comm.meter.sent.items()})
+    return sent_by_case
 
 
 @pytest.mark.processes
 def test_double_ring_crosses_hosts_once_per_window():
-    by_rank = run_ranks(4, links_of)
-    for rank, hops in enumerate(by_rank):
+    for rank, (zigzag, *doubles) in enumerate(
+        run_ranks(4, links_of, [Case("zigzag"), Case("burst"), Case("double-ring")])
+    ):
         # Flat: ranks 1 and 3 send every hop to the other host. Double: 2 inner hops and 1 outer hop each.
-        crossing = 3 if rank in (1, 3) else 0
-        assert hops["zigzag"] == {"same_host": 3 - crossing, "other_host": crossing}
-        assert hops["burst"] == hops["double-ring"] == {"same_host": 2, "other_host": 1}
-
-
-def usp_links(rank: int) -> list[dict[str, int]]:
-    """Return the forward bytes by link of both placements on two hosts of two ranks."""
-    bytes_by_placement = []
-    for placement in ("head-first", "ring-first"):
-        strategy = create("usp", kernel="reference", ranks_per_host=2, ulysses_degree=2, placement=placement)
-        q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64) for _ in range(3))
-        strategy.attention(q, k, v)
-        sent: dict[str, int] = {}
-        for (channel, _, _, link), (_, size_bytes) in strategy.comm.meter.sent.items():
-            sent[f"{channel} {link}"] = sent.get(f"{channel} {link}", 0) + size_bytes
-        bytes_by_placement.append(sent)
-    return bytes_by_placement
+        assert [(link, count) for link, (count, _) in zigzag.items()] == [
+            ("kv other_host" if rank in (1, 3) else "kv same_host", 3)
+        ]
+        for sent in doubles:
+            hops = {link.partition(" ")[2]: count for link, (count, _) in sent.items()}
+            assert hops == {"same_host": 2, "other_host": 1} and len(sent) == 2
 
 
 @pytest.mark.processes
 def test_usp_placement_decides_what_crosses_hosts():
     # A tensor is 8 tokens x 2 heads x 4 x 8 bytes = 512: half of four of them go out, and one hop of two.
-    for head_first, ring_first in run_ranks(4, usp_links):
+    cases = [Case("usp", {"ulysses_degree": 2, "placement": placement}) for placement in ("head-first", "ring-first")]
+    for sent in run_ranks(4, links_of, cases):
+        head_first, ring_first = ({link: size for link, (_, size) in links.items()} for links in sent)
         assert head_first == {"heads same_host": 1024, "kv other_host": 1024}
         assert ring_first == {"heads other_host": 1024, "kv same_host": 1024}
 
@@ -285,9 +275,7 @@ def interleaved(rank: int, pairs: list[tuple[str, str]]) -> list[str]:
         alone = [over_the_ranks(Case(name), problem) for name, problem in zip(pair, problems, strict=True)]
         calls = []
         for name, problem in zip(pair, problems, strict=True):
-            *leaves, dout = (strategies[name].shard(tensor) for tensor in inputs(problem))
-            for leaf in leaves:
-                leaf.requires_grad_()
+            leaves, dout = shares(strategies[name], inputs(problem))
             calls.append((strategies[name], leaves, strategies[name].attention(*leaves), dout))
         for *_, out, dout in calls:
             out.backward(dout)

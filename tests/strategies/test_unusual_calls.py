@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,38 +17,21 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ringprof.integrations.batches import shard_batch
 from ringprof.strategies import Unsupported, create, names
-from tests.strategies.cases import CASES, WorkloadShard, inputs, relative_error
-from tests.strategies.ranks import run_ranks
+from tests.strategies.cases import (
+    Case,
+    WorkloadShard,
+    attend,
+    dense,
+    error_of,
+    inputs,
+    over_the_ranks,
+    relative_error,
+    worst,
+)
+from tests.strategies.ranks import refusal, run_ranks
 
 ODD = WorkloadShard(seq=16, heads=4, kv_heads=4, dtype=torch.float32)
 """The kernel of the CPU repeats fewer kv heads, which makes them dense."""
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute causal attention and its LSE by the formula; k and v may have fewer heads than q."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), float("-inf"))
-    lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks[None, :, None].expand_as(lse))
-    return torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v), lse
-
-
-def errors_of(
-    strategy: Any, full: list[Tensor], strided: Callable[[Tensor], Tensor] = Tensor.contiguous, **options: Any
-) -> float:
-    """Return the largest relative error of output and gradients; ``strided`` gives the local inputs their strides."""
-    *qkv, dout = full
-    local = [strided(strategy.shard(x)).detach().requires_grad_() for x in qkv]
-    out = strategy.attention(*local, **options)
-    out.backward(strategy.shard(dout))
-    leaves = [x.double().requires_grad_() for x in qkv]
-    truth = plain(*leaves, scale=options.get("softmax_scale", qkv[0].shape[-1] ** -0.5))[0]
-    truth.backward(dout.double())
-    pairs = [(out.detach(), truth.detach()), *((x.grad, y.grad) for x, y in zip(local, leaves, strict=True))]
-    return max(relative_error(value, strategy.shard(true)) for value, true in pairs)
 
 
 # --- strides ----------------------------------------------------------------------------------------------
@@ -59,43 +42,47 @@ def heads_outside(x: Tensor) -> Tensor:
     return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
-def every_strategy_with_odd_strides(rank: int) -> float:
-    full = inputs(ODD)
-    return max(errors_of(create(name, kernel="cpu-flash"), full, heads_outside) for name in names())
+def heads_first(x: Tensor) -> Tensor:
+    """Return ``x`` (B, S, H, D) in memory as (B, H, S, D)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def part_of_a_projection(x: Tensor) -> Tensor:
+    """Return ``x`` (B, S, H, D) as a part of the heads of a wider tensor."""
+    return torch.cat([x, x], 2)[:, :, : x.shape[2]]
+
+
+def every_strategy_with_odd_strides(rank: int, kernel: str, strided: Any) -> list[tuple[str, float]]:
+    return [
+        (f"{name}, batch {problem.batch}", error_of(create(name, kernel=kernel), problem, strided=strided))
+        for problem in (ODD, replace(ODD, batch=2))
+        for name in names()
+    ]
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_heads_that_are_not_innermost_in_memory(kernel):
-    assert errors_of(create("zigzag", kernel=kernel), inputs(ODD), heads_outside) < 1e-6
+    assert error_of(create("zigzag", kernel=kernel), ODD, strided=heads_outside) < 1e-6
 
 
 @pytest.mark.processes
-def test_heads_that_are_not_innermost_in_memory_on_two_ranks():
-    assert max(run_ranks(2, every_strategy_with_odd_strides)) < 1e-6
+@pytest.mark.parametrize("kernel", ["cpu-flash", "reference"])
+@pytest.mark.parametrize("strided", [heads_outside, heads_first, part_of_a_projection])
+def test_odd_strides_are_exact_on_two_ranks(kernel, strided):
+    for case, error in run_ranks(2, every_strategy_with_odd_strides, kernel, strided)[0]:
+        assert error < 1e-6, case
 
 
 @pytest.mark.parametrize("dim", [0, 2])
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_inputs_that_are_broadcast(dim, kernel):
-    full = [x.narrow(dim, 0, 1).expand_as(x) for x in inputs(WorkloadShard(seq=8, batch=2, kv_heads=4))[:3]]
-    full.append(inputs(WorkloadShard(seq=8, batch=2))[3])
-    assert errors_of(create("ring", kernel=kernel), full, lambda x: x.narrow(dim, 0, 1).expand_as(x)) < 1e-13
+    problem = WorkloadShard(seq=8, batch=2, kv_heads=4)
 
+    def broadcast(x: Tensor) -> Tensor:
+        return x.narrow(dim, 0, 1).expand_as(x)
 
-def odd_bytes(rank: int, dtype: torch.dtype) -> dict[str, float]:
-    """Return the largest error of every case; K has 40 bytes per rank, which 16 does not divide."""
-    full = inputs(WorkloadShard(seq=8, kv_heads=1, head_dim=5, dtype=dtype))
-    return {
-        str(case): errors_of(create(case.name, kernel="cpu-flash", **case.params), full)
-        for case in CASES if 2 in case.worlds
-    }  # fmt: skip
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_heads_of_any_number_of_bytes(dtype, most):
-    for errors in run_ranks(2, odd_bytes, dtype):
-        assert not {case: error for case, error in errors.items() if error > most}
+    full = [broadcast(x) for x in inputs(problem)]
+    assert error_of(create("ring", kernel=kernel), problem, tensors=full, strided=broadcast) < 1e-13
 
 
 # --- scales -----------------------------------------------------------------------------------------------
@@ -103,7 +90,9 @@ def test_heads_of_any_number_of_bytes(dtype, most):
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_a_negative_scale(kernel):
-    assert errors_of(create("zigzag", kernel=kernel), inputs(WorkloadShard(seq=8)), softmax_scale=-0.3) < 1e-13
+    problem = WorkloadShard(seq=8)
+    truth = dense(problem, scale=-0.3)
+    assert error_of(create("zigzag", kernel=kernel), problem, truth=truth, softmax_scale=-0.3) < 1e-13
 
 
 @pytest.mark.parametrize("scale", [0, 0.0, -0.0, math.inf, -math.inf, math.nan])
@@ -117,17 +106,10 @@ def saturated(rank: int) -> dict[str, list[float]]:
     """Return the errors of dQ, dK and dV in bf16 where scores are in the thousands."""
     problem = WorkloadShard(seq=256, heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16, kernel="cpu-flash")
     q, k, v, dout = inputs(problem)
-    full = [60 * q, 60 * k, v]
-    leaves = [x.double().requires_grad_() for x in full]
-    plain(*leaves, scale=1 / 8)[0].backward(dout.double())
-    errors = {}
-    for name in ("zigzag", "burst"):
-        strategy = create(name, kernel=problem.kernel)
-        local = [strategy.shard(x).requires_grad_() for x in full]
-        strategy.attention(*local).backward(strategy.shard(dout))
-        gradients: list[tuple[Any, Any]] = [(x.grad, y.grad) for x, y in zip(local, leaves, strict=True)]
-        errors[name] = [relative_error(strategy.unshard(value), true) for value, true in gradients]
-    return errors
+    full = [60 * q, 60 * k, v, dout]
+    truth = dense(problem, None, full)[1:]
+    results = {name: over_the_ranks(Case(name), problem, tensors=full)[1:] for name in ("zigzag", "burst")}
+    return {name: [*map(relative_error, gradients, truth)] for name, gradients in results.items()}
 
 
 @pytest.mark.processes
@@ -154,12 +136,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refusal(call: Callable[[], Any]) -> str:
-    with pytest.raises(Unsupported) as error:
-        call()
-    return str(error.value)
-
-
 @pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("name", ["ring", "ulysses", "torch-cp"])
 def test_an_argument_that_is_refused(name, options, words):
@@ -182,8 +158,8 @@ def test_sharding_never_drops_or_repeats_tokens(name, documents):
         lambda: strategy.shard(x, 0, documents=documents), lambda: strategy.positions(48, documents=documents),
         lambda: strategy.unshard(x, 0, documents=torch.tensor(documents)),
     ]  # fmt: skip
-    for call in calls:
-        assert refusal(call) == f"the documents end at {documents[-1]}, and the sequence has 48 tokens"
+    for refused in calls:
+        assert refusal(refused) == f"the documents end at {documents[-1]}, and the sequence has 48 tokens"
 
 
 @pytest.mark.parametrize("lengths", [[0, 40], [0, 60], [0, 20, 40]])
@@ -228,10 +204,9 @@ def torchs_ring(rank: int, kernel: str) -> float:
     out, lse = strategy.attention(*local, return_lse=True, sinks=sinks)
     ((out * strategy.shard(dout)).sum() + lse.sum()).backward()
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    true_out, true_lse = plain(*leaves, scale=8**-0.5, sinks=sinks.double())
-    ((true_out * dout.double()).sum() + true_lse.sum()).backward()
-    pairs = [(out.detach(), true_out.detach()), *((x.grad, y.grad) for x, y in zip(local, leaves, strict=True))]
-    return max(relative_error(value, strategy.shard(true)) for value, true in pairs)
+    true_out, true_lse = attend(leaves[0], leaves[1], leaves[2], sinks=sinks.double())
+    gradients = torch.autograd.grad((true_out * dout.double()).sum() + true_lse.sum(), leaves)
+    return worst([out.detach(), *(x.grad for x in local)], map(strategy.shard, (true_out.detach(), *gradients)))
 
 
 @pytest.mark.processes
@@ -250,11 +225,7 @@ def after_shutting_down(rank: int) -> list[str]:
         strategy.attention(x, x, x)
     dist.barrier()
     dist.destroy_process_group()
-    messages = []
-    for strategy in strategies:
-        with pytest.raises(Unsupported) as refusal:
-            strategy.attention(x, x, x)
-        messages.append(str(refusal.value))
+    messages = [refusal(strategy.attention, x, x, x) for strategy in strategies]
     # The harness ends with a barrier.
     store: Any = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -233,8 +233,8 @@ def test_expanding_texts_stay_within_memory_limits(tmp_path: Path, line: str) ->
     sound, log = tmp_path / "rank0.json", tmp_path / "some.log"
     sound.write_bytes(TEN)
     log.write_bytes(line.encode() * (10 * MB // len(line)))
-    for command in ("report", "logs"):
-        (result,) = commands([[command, str(log), "--max-memory", str(LIMIT)]], sound)
+    for options in ([], ["--show", "rows"]):
+        (result,) = commands([["report", str(log), *options, "--max-memory", str(LIMIT)]], sound)
         assert result.code == 2 and result.grown_bytes < LIMIT
 
 

@@ -281,13 +281,17 @@ def test_detect_bytes_from_a_pipe():
         ("t.json", b'{"rocprofiler-sdk-tool": []}', "rocprofv3's JSON"),
         ("t.json", b'{"schema": "1.0.1", "nodes": [{"id": 1}]}', "a graph of operators"),
         ("t.json", b'{"$schema": "https://www.speedscope.app/file-format-schema.json"}', "a CPU profile"),
+        (
+            "t.json", b'[\n{"name": "Group", "cat": "GROUP", "ph": "b", "id": 0, "args": {"Stream": 0x262ca50}},\n]',
+            "NCCL's profiler plugin.*NCCL Inspector",
+        ),
         ("t.zip", b"PK\x03\x04abc", "unpack it"),
         ("t.tar", b"a" * 257 + b"ustar", "unpack it"),
         ("t.json", "{}".encode("utf-16"), "UTF-16 text"),
         ("t.bin", bytes(range(256)), "binary data of an unknown kind"),
         ("t.json.gz", b"\x1f\x8b\x08\x00" + b"\xff" * 50, "gzip data is damaged"),
     ],
-)
+)  # fmt: skip
 def test_invalid_inputs_are_a_one_line_error(tmp_path, name, data, message):
     path = put(tmp_path, name, data)
     with pytest.raises(InputError, match=message) as caught:
@@ -326,10 +330,3 @@ def test_several_inputs_must_be_traces(tmp_path):
 def test_unsupported_trace_formats_are_trace_errors(tmp_path):
     with pytest.raises(TraceFormatError):
         detect([put(tmp_path, "t.pftrace", b"abc")])
-
-
-def test_a_trace_of_the_profiler_plugin_of_nccl_is_named(tmp_path):
-    path = tmp_path / "ncclprof.json"
-    path.write_text('[\n{"name": "Group", "cat": "GROUP", "ph": "b", "id": 0, "args": {"Stream": 0x262ca50}},\n]')
-    with pytest.raises(TraceFormatError, match=r"NCCL's profiler plugin.*NCCL Inspector"):
-        detect([path])

@@ -13,7 +13,7 @@ from ringprof.errors import InputError, MissingExtraError, TraceFormatError
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, CommRecord, Device
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import ByteSource
-from ringprof.trace.kineto.collectives import CommArgs, NumberLists, collective_of, whole_number
+from ringprof.trace.kineto.collectives import whole_number
 from ringprof.trace.kineto.event_list import EventStream
 from tests.trace.kineto_text import REAL, TEN, document, kernel
 
@@ -189,21 +189,6 @@ def test_old_categories_are_capitalised():
     assert len(trace.launches.start_ns) == 1
 
 
-def ranks_of(text, size, **more):
-    args = {"Collective name": "allreduce", "Group size": size, "Process Group Ranks": text, **more}
-    return parse_trace(document([kernel(0, args=args)])).collectives[0].group_ranks
-
-
-def test_shortened_rank_lists():
-    first = ", ".join(str(8 * n) for n in range(29))
-    assert ranks_of(f"[{first}, ..., 504]", 64) == tuple(range(0, 512, 8))
-    assert ranks_of(f"[{first}, ..., 505]", 64) is None
-    assert ranks_of(f"[{first}, ..., 504]", 65) is None
-    assert ranks_of("[0, 1, 5, ..., 63]", 64) is None
-    assert ranks_of([0, 2], 2) == (0, 2)
-    assert ranks_of(None, 4, **{"Global rank start": 2, "Global rank stride": 3}) == (2, 5, 8, 11)
-
-
 def test_group_whose_size_disagrees_is_ignored():
     config = [
         {"pg_name": "whole", "pg_size": 2, "ranks": [4, 6]},
@@ -212,6 +197,7 @@ def test_group_whose_size_disagrees_is_ignored():
         {"pg_name": "of no stated size", "ranks": [3, 5]},
         {"pg_name": "one unreadable", "pg_size": 3, "ranks": [0, "x", 2]},
         {"pg_name": "all ranks", "pg_size": 0, "ranks": []},
+        {"ranks": [0], "pg_size": 1},
     ]
     info = {"rank": 3, "world_size": 8, "pg_config": config}
     trace = parse_trace(document([kernel(0)], distributedInfo=info))
@@ -405,11 +391,3 @@ def test_events_of_other_phases_are_skipped(odd):
     trace = parse_trace(document([kernel(0), odd, kernel(1)]))
     assert len(trace.activities.start_ns) == 2
     assert (trace.events_total, trace.warnings) == (3, [])
-
-
-@pytest.mark.parametrize(("name", "source", "destination"), [("send", None, 6), ("recv", 6, None)])
-def test_peers_in_older_traces_are_group_ranks(name, source, destination):
-    args = CommArgs(collective=name, peer=1, group_ranks="[4, 6]", group_size=2)
-    record = collective_of(args, NumberLists(lambda taken: None))
-    assert record is not None
-    assert (record.group_ranks, record.source_rank, record.destination_rank) == ((4, 6), source, destination)

@@ -31,17 +31,6 @@ def test_a_rank_is_a_natural_number_below_a_million(stated: object, rank: int | 
     assert facts(rank=0, world_size=stated).world_size == rank
 
 
-def test_a_group_is_kept_where_its_size_is_the_number_of_its_ranks() -> None:
-    config = [
-        {"pg_name": "0", "ranks": [0, 1, 2, 3], "pg_size": 4},
-        {"pg_name": "1", "ranks": [0, 2], "pg_size": 4},
-        {"pg_name": "2", "ranks": [1, 3]},
-        {"pg_name": "3", "ranks": [], "pg_size": 4},
-        {"ranks": [0], "pg_size": 1},
-    ]
-    assert facts(rank=0, pg_config=config).groups == {"0": (0, 1, 2, 3), "2": (1, 3)}
-
-
 def test_devices_without_an_id_are_numbered_by_position() -> None:
     listed: list[object] = [{"id": 5, "name": "NVIDIA H200"}, {}, "none", {"id": 0}]
     devices = parse_trace(document([kernel(0)], deviceProperties=listed)).devices
@@ -74,6 +63,9 @@ def test_streams_are_numbers_of_32_bits(stated: object, kept: int) -> None:
     assert trace.activities.stream.tolist() == [kept]
 
 
+FIRST = ", ".join(str(8 * number) for number in range(29))
+
+
 @pytest.mark.parametrize(
     ("ranks", "size", "read"),
     [
@@ -83,10 +75,16 @@ def test_streams_are_numbers_of_32_bits(stated: object, kept: int) -> None:
         ("[5, 6, 7, ..., 9]", 5, (5, 6, 7, 8, 9)),
         ("[6, 4, 2, ..., 0]", 4, None),
         ("[0, 1, 3, ..., 6]", 5, None),
+        (f"[{FIRST}, ..., 504]", 64, tuple(range(0, 512, 8))),
+        (f"[{FIRST}, ..., 505]", 64, None),
+        (f"[{FIRST}, ..., 504]", 65, None),
+        ([0, 2], 2, (0, 2)),
+        (None, 4, (2, 5, 8, 11)),
     ],
 )
-def test_a_shortened_list_of_ranks_needs_a_stride(ranks: str, size: int, read: tuple[int, ...] | None) -> None:
+def test_a_shortened_list_of_ranks_needs_a_stride(ranks: object, size: int, read: tuple[int, ...] | None) -> None:
     args = {"Collective name": "allreduce", "Group size": size, "Process Group Ranks": ranks}
+    args |= {"Global rank start": 2, "Global rank stride": 3} if ranks is None else {}
     assert parse_trace(document([kernel(0, args=args)])).collectives[0].group_ranks == read
 
 
@@ -102,13 +100,6 @@ def test_every_damaged_event_is_counted() -> None:
     trace = parse_trace(text)
     assert trace.events_skipped == 2
     assert [trace.names[index] for index in trace.activities.name] == [f"k{n}" for n in range(10) if n not in (2, 6)]
-
-
-def test_damaged_last_event_is_dropped() -> None:
-    text = document([kernel(number) for number in range(3)])
-    trace = parse_trace(text[: text.rindex(b'"dur"')])
-    assert [trace.names[index] for index in trace.activities.name] == ["k0", "k1"]
-    assert {warning.code for warning in trace.warnings} == {"truncated"}
 
 
 def test_traces_of_the_cpu_that_do_not_overlap_are_of_different_runs(tmp_path: Any) -> None:

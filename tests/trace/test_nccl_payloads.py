@@ -13,7 +13,7 @@ import pytest
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import Trace
-from ringprof.trace.nccl_payloads import CommunicatorRanks, NcclCall
+from ringprof.trace.nccl_payloads import NcclCall, communicator_members
 from ringprof.trace.nsys import read_nsys
 from ringprof.trace.ranks import read_traces
 from tests.trace.test_nsys import TABLES, process
@@ -283,10 +283,8 @@ def test_long_payloads_are_not_kept_in_memory(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_an_invalid_rank_in_a_communicator_is_ignored(ranks: int | None, rank: int | None) -> None:
     """The first call has rank 0 of 2; alone it does not give the members."""
-    communicators = CommunicatorRanks()
-    communicators.add(NcclCall("comminitrank", 7, ranks=2, rank=0), 100)
-    communicators.add(NcclCall("comminitrank", 7, ranks=ranks, rank=rank), 200)
-    assert communicators.members() == {}
+    first, second = NcclCall("comminitrank", 7, ranks=2, rank=0), NcclCall("comminitrank", 7, ranks=2, rank=1)
+    calls = [(first, 100), (NcclCall("comminitrank", 7, ranks=ranks, rank=rank), 200)]
+    assert communicator_members(calls) == {}
     if ranks != 3:  # which contradicts the first
-        communicators.add(NcclCall("comminitrank", 7, ranks=2, rank=1), 300)
-        assert communicators.members() == {7: (100, 300)}
+        assert communicator_members([*calls, (second, 300)]) == {7: (100, 300)}

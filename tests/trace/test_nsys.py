@@ -173,6 +173,12 @@ def test_other_sqlite_files_are_refused_with_what_to_do(tmp_path):
         read_nsys(tmp_path / "none.sqlite")
 
 
+def test_rows_that_share_one_text_are_refused():
+    """Check a file of 1.1 MB in which 20 rows refer to the same overflow pages, of 1 MB each time."""
+    with pytest.raises(TraceFormatError, match="rows share their text"):
+        read_nsys("tests/data/nsys_shared_text.sqlite.gz")
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_export_is_read_like_others(tmp_path, suffix, monkeypatch):
     plain, packed = export(tmp_path / "two.sqlite", 100), tmp_path / "packed" / f"two.sqlite{suffix}"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.timeline.layers import OUTSIDE, LayerTime
-from ringprof.analysis.timeline.products import Shape
+from ringprof.analysis.timeline.products import ProductShape
 from ringprof.analysis.transfers.collectives import CollectiveTotals, sum_collectives
 from ringprof.workload.devices import peak_of
 
@@ -15,7 +15,7 @@ from ringprof.workload.devices import peak_of
 class Gemm(NamedTuple):
     """Matrix products of one shape over all ranks."""
 
-    shape: Shape
+    shape: ProductShape
     calls: int
     time_ns: int
     share: float
@@ -35,7 +35,7 @@ class Gemm(NamedTuple):
 
 def gemms_of(attribution: Attribution) -> tuple[Gemm, ...]:
     """Sum up the matrix products of all ranks by shape, longest time first; empty without recorded shapes."""
-    sums: dict[Shape, list[int]] = {}
+    sums: dict[ProductShape, list[int]] = {}
     for rank in attribution.ranks:
         for product in rank.products:
             sums[product.shape] = [a + b for a, b in zip(sums.get(product.shape, [0, 0, 0]), product[1:], strict=True)]
@@ -46,7 +46,9 @@ def gemms_of(attribution: Attribution) -> tuple[Gemm, ...]:
     return tuple(sorted(rows, key=lambda row: -row.time_ns))
 
 
-def _gemm(shape: Shape, counts: Sequence[int], total_ns: int, device: str | None, attribution: Attribution) -> Gemm:
+def _gemm(
+    shape: ProductShape, counts: Sequence[int], total_ns: int, device: str | None, attribution: Attribution
+) -> Gemm:
     calls, time_ns, flops = counts
     known = shape.m is not None
     rate = flops / time_ns / 1e3 if known and time_ns and not attribution.partial_window else None

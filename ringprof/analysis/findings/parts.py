@@ -31,8 +31,8 @@ from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, NO_WORK, Facts
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
+from ringprof.analysis.workload_checks import workload_fits
 from ringprof.common.formatting import milliseconds, percent, three_digits
-from ringprof.workload_checks import workload_fits
 
 Text = str | Callable[[Facts], str]
 """Text about a part: the same for every run, or made from the facts of a run."""

@@ -193,9 +193,9 @@ def imbalance(facts: Facts) -> str:
         return "the same causal work for every rank, as zigzag has"
     if attribution.recurrent:
         # Every rank has as many tokens, and each costs the same.
-        return "" if attribution.on_cpu else "compare what ranks compute (--kernels)"
+        return "" if attribution.on_cpu else "compare what ranks compute (--show kernels)"
     if run and run.workload and run.workload.documents:
-        return "another layout (ringprof balance compares them)"
+        return "another layout (ringprof advise compares them)"
     if not _same_work(attribution):
         return f"the same work for every rank{_longest_computing_clause(attribution)}"
     if attribution.on_cpu:
@@ -204,7 +204,7 @@ def imbalance(facts: Facts) -> str:
     least, most = by_time[0], by_time[-1]
     if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
         return f"look at the GPUs' clocks (same work, other speed){_longest_computing_clause(attribution)}"
-    return "compare what ranks compute beside attention (--kernels)"
+    return "compare what ranks compute beside attention (--show kernels)"
 
 
 def _longest_computing_clause(attribution: Attribution) -> str:
@@ -309,7 +309,8 @@ def _late_idle_clause(attribution: Attribution, late: Mapping[int, float]) -> st
     }
     if not idle_ns:
         return ""
-    return ": " + ", ".join(f"rank {rank} idles {milliseconds(time)}" for rank, time in idle_ns.items()) + " (--idle)"
+    idle = ", ".join(f"rank {rank} idles {milliseconds(time)}" for rank, time in idle_ns.items())
+    return f": {idle} (--show idle)"
 
 
 def exposed_unsplit(facts: Facts) -> str:

@@ -4,7 +4,7 @@ Recordings of one program differ by more than their iterations show: GPUs start 
 slower, other jobs share the machine. A single recording cannot show by how much. The assumed spread comes from programs
 of this repository that were timed twice, all on H200. The spread has two parts: a share of the time, and a fixed time
 by which hosts vary, so that short iterations differ by a larger share. Both are the upper ends of their 95 % intervals,
-which `benchmarks/recording_spread.py` derives. On a busy CPU the scatter of the iterations shows more
+which `dev/benchmarks/recording_spread.py` derives. On a busy CPU the scatter of the iterations shows more
 (`ringprof.analysis.findings.uncertainty`); a quiet CPU was not measured.
 """
 

@@ -72,8 +72,8 @@ def evidence_of(findings: Findings, iterations: int) -> WorkEvidence | None:
         RankEvidence(
             rank.rank,
             {KIND[kind].label: time.calls for kind, time in rank.breakdown.kinds.items() if kind in counted_kinds},
-            rank.bytes_moved.sent_bytes,
-            rank.bytes_moved.from_host_bytes,
+            rank.sent_bytes,
+            rank.from_host_bytes,
         )
         for rank in findings.attribution.ranks
     )

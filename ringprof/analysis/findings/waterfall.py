@@ -32,9 +32,9 @@ from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import StepFinder
+from ringprof.analysis.workload_checks import workload_fits
 from ringprof.kernel_rates import DeviceRates
 from ringprof.workload.devices import Peak, peak_of
-from ringprof.workload_checks import workload_fits
 
 COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unsplit")
 """Parts in which ranks wait or send: one loss with several causes."""

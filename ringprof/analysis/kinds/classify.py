@@ -317,8 +317,14 @@ def _classify_by_stream(trace: Trace, launch: Int64, kind: Int8, evidence: Int8)
     rows = trace.activities
     named = evidence == NAME
     bare = np.flatnonzero(named & (kind == CODE["send_recv"]) & (launch == NONE) & (rows.graph_node == NONE))
+    if not len(bare):
+        return
+    others = ~named & is_kind(kind, *COMMUNICATION)
+    kinds_of: dict[tuple[int, int], list[int]] = {}
+    columns = (rows.device[others], rows.stream[others], kind[others])
+    for device, stream, code in np.unique(np.column_stack(columns), axis=0).tolist():
+        kinds_of.setdefault((device, stream), []).append(code)
     for activity in bare.tolist():
-        same_stream = (rows.stream == rows.stream[activity]) & (rows.device == rows.device[activity])
-        others = distinct(kind[same_stream & ~named & is_kind(kind, *COMMUNICATION)])
-        if len(others) == 1:
-            kind[activity], evidence[activity] = others[0], STREAM
+        codes = kinds_of.get((int(rows.device[activity]), int(rows.stream[activity])), [])
+        if len(codes) == 1:
+            kind[activity], evidence[activity] = codes[0], STREAM

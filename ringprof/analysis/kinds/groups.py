@@ -8,7 +8,7 @@ communication nor idle.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -24,37 +24,30 @@ _OWN_CHANNEL = "ringprof:"
 _RANKS = re.compile(r"\s*[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*\s*")
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """Activities of one rank after the communication of other groups was reclassified."""
-
-    classified: Classified
-    in_group: bool
-    """Whether the group communicates on this rank."""
-    unknown: int
-    """Communication kernels whose group no record names; reclassified with those of other groups."""
-
-
-def keep_group(classified: Classified, group: str) -> _Kept:
+def keep_group(classified: Classified, group: str) -> tuple[Classified, bool, int]:
     """Reclassify all communication outside ``group`` as ``other_groups``.
+
+    Return the activities, whether the group communicates on this rank, and the number of reclassified kernels whose
+    group no record names.
 
     ``group`` holds names or descriptions, separated by commas, with ``*`` and ``?`` as wildcards; or the ranks of one
     group (``0,1`` ``0-3``). Semicolons separate alternatives. A group that ringprof's own strategies create counts as
     the group that it was made from, which has all its ranks. Peer-to-peer copies belong to no process group and stay.
     """
-    choice = _Choice.parse(group, classified.trace)
+    contains = _chosen(group, classified.trace)
     wanted: dict[int, bool] = {}
     rows = np.flatnonzero(classified.of(*(kind for kind in COMMUNICATION if kind != "copy_engine")))
     kind, unknown_count, in_group = classified.kind.copy(), 0, False
     for activity in rows.tolist():
         calls = classified.calls.get(activity, ())
         if id(calls) not in wanted:
-            wanted[id(calls)] = bool(calls) and all(map(choice.contains, calls))
+            wanted[id(calls)] = bool(calls) and all(map(contains, calls))
         if wanted[id(calls)]:
             in_group = True
         else:
             kind[activity] = CODE[OTHER_GROUPS]
             unknown_count += not calls
-    return _Kept(msgspec.structs.replace(classified, kind=kind), in_group, unknown_count)
+    return msgspec.structs.replace(classified, kind=kind), in_group, unknown_count
 
 
 def name_of_group(calls: Calls) -> str:
@@ -85,37 +78,27 @@ def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
     raise UsageError(f"--group {group!r}: nothing was communicated in such a group; the traces have: {listed}")
 
 
-class _Choice(msgspec.Struct, frozen=True):
-    """The groups that the user chose, resolved for one trace."""
+def _chosen(text: str, trace: Trace) -> Callable[[CommRecord], bool]:
+    """Return whether a call belongs to a group that the user chose (`keep_group`), as a function of its record."""
+    choices = [choice.strip() for choice in text.split(";")]
+    # A lone number is a name: PyTorch numbers its groups.
+    rank_lists = [choice for choice in choices if _RANKS.fullmatch(choice) and ("," in choice or "-" in choice)]
+    names = [name.strip() for choice in choices if choice not in rank_lists for name in choice.split(",")]
+    patterns = [re.compile(wildcards(name), re.IGNORECASE | re.DOTALL) for name in names if name]
+    chosen_ranks = {frozenset(_parse_ranks(choice)) for choice in rank_lists}
+    listed = {ranks for name, ranks in trace.groups.items() if any(pattern.fullmatch(name) for pattern in patterns)}
+    members_of_groups = [*chosen_ranks, *map(frozenset, listed)]
 
-    patterns: tuple[re.Pattern[str], ...]
-    ranks: frozenset[frozenset[int]]
-    """Ranks of the groups that were chosen by their ranks."""
-    members: tuple[frozenset[int], ...]
-    """Ranks of every chosen group."""
-    trace: Trace
-
-    @classmethod
-    def parse(cls, text: str, trace: Trace) -> _Choice:
-        """Resolve the user's choice of groups (`keep_group`) for one trace."""
-        choices = [choice.strip() for choice in text.split(";")]
-        # A lone number is a name: PyTorch numbers its groups.
-        rank_lists = [choice for choice in choices if _RANKS.fullmatch(choice) and ("," in choice or "-" in choice)]
-        names = [name.strip() for choice in choices if choice not in rank_lists for name in choice.split(",")]
-        patterns = tuple(re.compile(wildcards(name), re.IGNORECASE | re.DOTALL) for name in names if name)
-        ranks = frozenset(frozenset(_parse_ranks(choice)) for choice in rank_lists)
-        listed = {group_ranks for name, group_ranks in trace.groups.items() if any(p.fullmatch(name) for p in patterns)}
-        return cls(patterns, ranks, (*ranks, *map(frozenset, listed)), trace)
-
-    def contains(self, record: CommRecord) -> bool:
-        """Return whether a call belongs to a chosen group."""
+    def contains(record: CommRecord) -> bool:
         named = (record.group or "", record.group_description or "")
-        if any(pattern.fullmatch(name) for pattern in self.patterns for name in named):
+        if any(pattern.fullmatch(name) for pattern in patterns for name in named):
             return True
-        ranks = frozenset(_group_ranks(record, self.trace))
+        ranks = frozenset(_group_ranks(record, trace))
         if not named[1].startswith(_OWN_CHANNEL):
-            return ranks in self.ranks
-        return bool(ranks) and any(ranks <= members for members in self.members)
+            return ranks in chosen_ranks
+        return bool(ranks) and any(ranks <= members for members in members_of_groups)
+
+    return contains
 
 
 def _group_ranks(record: CommRecord, trace: Trace) -> tuple[int, ...]:

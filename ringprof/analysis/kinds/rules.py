@@ -423,35 +423,28 @@ _PREFIX_LENGTH = 3
 """Letters of a word by which rules are looked up: an untrusted trace may hold a million names."""
 
 
-class _Lookup(NamedTuple):
-    """The built-in rules, arranged so that few are tried for a name.
+@cache
+def _lookup() -> tuple[list[tuple[Rule, tuple[str, ...], bool]], dict[str, list[int]], list[int]]:
+    """Arrange the built-in rules so that few are tried for a name.
 
     Searching words is many times faster than searching expressions, and few expressions are ever compiled: compiling
-    all of them takes longer than reading a small trace.
+    all of them takes longer than reading a small trace. Return a table of each rule, its required words and whether
+    one such word is sufficient; the rows of the table by the prefix of a required word; and the rows of the rules that
+    any name may match.
     """
-
-    table: list[tuple[Rule, tuple[str, ...], bool]]
-    """For each rule: the rule, its required words, and whether one such word is sufficient."""
-    by_prefix: dict[str, list[int]]
-    """Prefix of a required word -> indices into the table."""
-    always: list[int]
-    """Indices of the rules that any name may match."""
-
-
-@cache
-def _lookup() -> _Lookup:
-    """Arrange the built-in rules."""
-    lookup = _Lookup([], {}, [])
+    table: list[tuple[Rule, tuple[str, ...], bool]] = []
+    by_prefix: dict[str, list[int]] = {}
+    always: list[int] = []
     for index, rule in enumerate(RULES):
         is_plain = _PLAIN.fullmatch(rule.pattern) is not None
         words = tuple(rule.pattern.split("|")) if is_plain else required_words(rule.pattern)
-        lookup.table.append((rule, words, is_plain and not (rule.then or rule.later)))
+        table.append((rule, words, is_plain and not (rule.then or rule.later)))
         if min(map(len, words)) < _PREFIX_LENGTH:
-            lookup.always.append(index)
+            always.append(index)
             continue
         for word in words:
-            lookup.by_prefix.setdefault(word[:_PREFIX_LENGTH], []).append(index)
-    return lookup
+            by_prefix.setdefault(word[:_PREFIX_LENGTH], []).append(index)
+    return table, by_prefix, always
 
 
 # --- torch.compile's Triton kernels --------------------------------------------------------------

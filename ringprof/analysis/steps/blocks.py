@@ -15,11 +15,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ringprof.analysis import intervals
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.trace.columns import NONE, Int64, Trace, among
+from ringprof.trace.columns import NONE, Int64, Trace, among, enclosing_rows
 
 PHASES = ("fwd", "bwd")
 
@@ -104,9 +103,7 @@ def named_blocks(detail: Detail, rows: TimedActivities, iteration: Int64, order:
             np.array([getattr(ranges[index], name) for index in block_ranges], np.int64)
             for name in ("start_ns", "end_ns", "thread")
         )
-        enclosing = intervals.enclosing_rows(
-            (start, end, thread), calls_of_host.start_ns[call], calls_of_host.thread[call]
-        )
+        enclosing = enclosing_rows((start, end, thread), calls_of_host.start_ns[call], calls_of_host.thread[call])
         attention_rows = attention_rows[enclosing != NONE]
         range_index = np.array(block_ranges, np.int64)[enclosing[enclosing != NONE]]
         if len(attention_rows):

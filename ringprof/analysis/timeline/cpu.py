@@ -74,7 +74,7 @@ class CpuCommunication(msgspec.Struct, frozen=True):
     blocked: Spans
     """Time marked as blocked in communication."""
     blocked_of_kind: dict[str, tuple[Spans, int]]
-    """Time marked as blocked, and the transfers that were waited for, by the kind of what the marked channel carries."""
+    """Time marked as blocked, and number of transfers waited for, by the kind of what the marked channel carries."""
     start_ns: Int64
     """Starts of the ranges that no mark replaces."""
     end_ns: Int64

@@ -13,7 +13,7 @@ from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.trace.columns import KERNEL, NONE, Trace
+from ringprof.trace.columns import KERNEL, NONE, Trace, enclosing_rows
 
 
 class RankKernel(NamedTuple):
@@ -165,7 +165,7 @@ def launched_one_by_one(classified: Classified, rows: TimedActivities) -> OneByO
         return None
     calls = launch[~in_graph & (launch != NONE)]
     operators = trace.operators
-    enclosing = intervals.enclosing_rows(
+    enclosing = enclosing_rows(
         (operators.start_ns, operators.end_ns, operators.thread),
         trace.launches.start_ns[calls], trace.launches.thread[calls],
     )  # fmt: skip

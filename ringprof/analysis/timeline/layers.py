@@ -24,7 +24,7 @@ from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION, COMPUTE, is_
 from ringprof.analysis.timeline.cpu import find_communication, outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
-from ringprof.trace.columns import NONE, Int64, Trace, distinct
+from ringprof.trace.columns import NONE, Int64, Trace, distinct, enclosing_rows
 
 OUTSIDE = ""
 """Name that stands for everything outside of all layers, or of unknown layer."""
@@ -93,14 +93,14 @@ class _Points(NamedTuple):
 
     def owners(self, calls: _Calls) -> Int64:
         """Return each point's layer among ``calls`` or `NONE`: directly, else by the forward operator."""
-        row = intervals.enclosing_rows(calls[:3], self.time_ns, self.thread)
+        row = enclosing_rows(calls[:3], self.time_ns, self.thread)
         by_node = np.flatnonzero((row == NONE) & (self.forward_ns != NONE))
-        row[by_node] = intervals.enclosing_rows(calls[:3], self.forward_ns[by_node], self.forward_thread[by_node])
+        row[by_node] = enclosing_rows(calls[:3], self.forward_ns[by_node], self.forward_thread[by_node])
         owner: Int64 = np.append(calls.layer, NONE)[row]
         return owner
 
 
-class Layers:
+class TraceLayers:
     """The layers of one rank's trace; ``names`` is empty where it shows none."""
 
     def __init__(self, trace: Trace, attention_ns: Int64, thread: Int64) -> None:
@@ -158,7 +158,7 @@ class Layers:
         nodes, node = self._nodes, np.full(len(times_ns), NONE, np.int64)
         for level in self._node_levels:
             rows = nodes.start_ns[level], nodes.end_ns[level], nodes.thread[level]
-            enclosing = intervals.enclosing_rows(rows, times_ns, thread)
+            enclosing = enclosing_rows(rows, times_ns, thread)
             node = np.where(enclosing == NONE, node, np.append(level, NONE)[enclosing])
         forward_ns, forward_thread = (
             np.append(nodes.forward_ns, NONE)[node],
@@ -189,24 +189,16 @@ def _by_depth(start: Int64, end: Int64, thread: Int64) -> list[npt.NDArray[np.in
     return levels
 
 
-class _LayerName(NamedTuple):
-    """Name of a layer, and what it has in common with the others of its class."""
-
-    name: str
-    number: int
-    class_name: str
-
-
-def _module_name(text: str) -> _LayerName | None:
-    """Return the layer that a module's call may be; None for a name of another form."""
+def _module_name(text: str) -> tuple[str, int, str] | None:
+    """Return class, number and name of the layer that a module's call may be; None for a name of another form."""
     class_name, _, number = text.removeprefix(_MODULE).rpartition("_")
     if not class_name or not (number.isascii() and number.isdecimal()):
         return None
-    return _LayerName(f"{class_name}_{number}", int(number[:18]), class_name)
+    return class_name, int(number[:18]), f"{class_name}_{number}"
 
 
-def _range_name(text: str) -> _LayerName | None:
-    """Return the layer that a range may be by its name; None without the number of a layer."""
+def _range_name(text: str) -> tuple[str, int, str] | None:
+    """Return class, number and name of the layer that a range may be; None without the number of a layer."""
     if text.startswith(NAMED_LAYER):
         text = text.removeprefix(NAMED_LAYER)
         places = [match.span() for match in _NUMBER.finditer(text)][-1:]
@@ -219,7 +211,7 @@ def _range_name(text: str) -> _LayerName | None:
     # Other numbers in a name, such as that of a step, do not tell layers apart.
     before, after = (_NUMBER.sub("*", part) for part in (text[:begin], text[end:]))
     number = text[begin:end]
-    return _LayerName(f"{before}{number}{after}", int(number[:18]), f"{before}#{after}")
+    return f"{before}#{after}", int(number[:18]), f"{before}{number}{after}"
 
 
 def _candidates(trace: Trace) -> list[tuple[list[str], _Calls, int]]:
@@ -227,18 +219,18 @@ def _candidates(trace: Trace) -> list[tuple[list[str], _Calls, int]]:
     them must launch attention."""
     result = []
     for ranges, name_of in ((trace.modules, _module_name), (trace.annotations, _range_name)):
-        classes: dict[str, dict[int, _LayerName]] = {}
+        classes: dict[str, dict[int, tuple[int, str]]] = {}
         for index in distinct(ranges.name).tolist():
             layer_name = name_of(trace.names[index][:_LONGEST_NAME])
             if layer_name:
-                classes.setdefault(layer_name.class_name, {})[index] = layer_name
+                classes.setdefault(layer_name[0], {})[index] = layer_name[1:]
         for instances in classes.values():
-            names = [name for name, *_ in sorted(set(instances.values()), key=lambda item: (item.number, item.name))]
+            names = [name for _, name in sorted(set(instances.values()))]
             if len(names) < 2:
                 continue
             position = {name: number for number, name in enumerate(names)}
             layer_of_name = np.full(len(trace.names), NONE, np.int64)
-            layer_of_name[list(instances)] = [position[instance.name] for instance in instances.values()]
+            layer_of_name[list(instances)] = [position[name] for _, name in instances.values()]
             rows = np.flatnonzero(layer_of_name[ranges.name] != NONE)
             rows = rows[_by_depth(ranges.start_ns[rows], ranges.end_ns[rows], ranges.thread[rows])[0]]
             layer = layer_of_name[ranges.name[rows]]
@@ -266,7 +258,7 @@ def device_layers(
     time = np.where(launched, np.append(trace.launches.start_ns, NONE)[launch], NONE)
     thread = np.where(launched, np.append(trace.launches.thread, NONE)[launch], NONE)
     attention, communication = rows.of(*ATTENTION) & launched, rows.of(*COMMUNICATION)
-    layers = Layers(trace, time[attention], thread[attention])
+    layers = TraceLayers(trace, time[attention], thread[attention])
     if not layers.names:
         return ()
     layer, in_backward = layers.of(time, thread)
@@ -309,7 +301,7 @@ def cpu_layers(trace: Trace, window: Window) -> tuple[LayerTime, ...]:
     start, end, kind, thread = outermost_operators(trace)
     start, end = np.clip(start, window_start, window_end), np.clip(end, window_start, window_end)
     attention = is_kind(kind, *ATTENTION) & (end > start)
-    layers = Layers(trace, start[attention], thread[attention])
+    layers = TraceLayers(trace, start[attention], thread[attention])
     if not layers.names:
         return ()
     communication = find_communication(trace, window_start, window_end)

@@ -7,19 +7,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.analysis import intervals
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.kinds.kinds import is_kind
 from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.timeline.work import find_nesting, owners_of_activities
-from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int64, Trace, distinct
+from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int64, Trace, distinct, enclosing_rows
 
 GEMM = "gemm"
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """Shape and data type of a matrix product: ``batch`` products of (m, k) by (k, n); None where not recorded."""
 
     batch: int | None
@@ -29,13 +28,13 @@ class Shape(NamedTuple):
     dtype: str | None
 
 
-UNKNOWN_SHAPE = Shape(None, None, None, None, None)
+UNKNOWN_SHAPE = ProductShape(None, None, None, None, None)
 
 
 class Product(NamedTuple):
     """Matrix products of one shape on one rank."""
 
-    shape: Shape
+    shape: ProductShape
     calls: int
     """Number of operator calls; of kernels, where the shape is not known."""
     time_ns: int
@@ -77,7 +76,7 @@ def cpu_products(trace: Trace, window: Window) -> tuple[Product, ...]:
     chosen = np.flatnonzero(
         _innermost_products(records) & (records.start_ns >= window_start) & (records.start_ns < window_end)
     )
-    outer = intervals.enclosing_rows((start, end, thread), records.start_ns[chosen], records.thread[chosen])
+    outer = enclosing_rows((start, end, thread), records.start_ns[chosen], records.thread[chosen])
     # Products inside an attention operator are attention.
     chosen = chosen[(outer != NONE) & is_kind(np.append(kind, NONE).astype(np.int8)[outer], GEMM)]
     time_ns = np.minimum(records.end_ns[chosen], window_end) - records.start_ns[chosen]
@@ -85,18 +84,18 @@ def cpu_products(trace: Trace, window: Window) -> tuple[Product, ...]:
 
 
 def _innermost_products(records: FlopRecords) -> npt.NDArray[np.bool_]:
-    mask: npt.NDArray[np.bool_] = find_nesting(records).innermost & (records.m != NONE)
+    mask: npt.NDArray[np.bool_] = find_nesting(records)[1] & (records.m != NONE)
     return mask
 
 
 def _by_shape(records: FlopRecords, chosen: Int64, time_ns: Int64) -> tuple[Product, ...]:
     """Sum up the chosen records by shape and data type."""
     columns = (records.batch, records.m, records.n, records.k, records.dtype, records.flops)
-    sums: dict[Shape, Product] = {}
+    sums: dict[ProductShape, Product] = {}
     for batch, m, n, k, dtype, flops, time in zip(
         *(column[chosen].tolist() for column in columns), time_ns.tolist(), strict=True
     ):
-        shape = Shape(batch, m, n, k, FLOP_DTYPES[dtype] if dtype != NONE else None)
+        shape = ProductShape(batch, m, n, k, FLOP_DTYPES[dtype] if dtype != NONE else None)
         before = sums.get(shape, Product(shape, 0, 0, 0))
         sums[shape] = Product(shape, before.calls + 1, before.time_ns + time, before.flops + flops)
     return tuple(sums.values())

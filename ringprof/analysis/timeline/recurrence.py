@@ -22,7 +22,7 @@ from ringprof.analysis.timeline.cpu import marked_waits, outermost_operators, wi
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import Split, total
-from ringprof.trace.columns import NONE, Int64, Trace
+from ringprof.trace.columns import NONE, Int64, Trace, enclosing_rows
 
 _COMPUTED = re.compile(r"ringprof::(fwd|bwd)/step=0/(local|state|block)")
 _SENT = re.compile(r"ringprof::(?:send|wait)/(halo|heads)")
@@ -70,7 +70,7 @@ def device_recurrence(
     split_of = {split.transfer.activity: split for split in splits}
     parts = []
     for (phase, part), (start, end, range_thread) in ranges.items():
-        inside = intervals.enclosing_rows((start, end, range_thread), time, thread) != NONE
+        inside = enclosing_rows((start, end, range_thread), time, thread) != NONE
         computing, sending = inside & computes, inside & communicates
         transfers = intervals.union(rows.start_ns[sending], rows.end_ns[sending])
         own = [split_of.get(activity) for activity in rows.activity[sending].tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 
 import msgspec
@@ -146,7 +147,7 @@ def _marked_window(trace: Trace, launch: Int64, source: str, marked: npt.NDArray
     # Each ProfilerStep#n is one step. Ranges that the user named, other than marks, show no steps.
     steps: int | None = len(pairs)
     if source != "profiler":
-        counts = [_steps_inside(trace, row) for row, _ in pairs] if source == "ringprof" else []
+        counts = _steps_inside(trace, [row for row, _ in pairs]) if source == "ringprof" else []
         steps = sum(counts) if counts and all(counts) else None
     ranges = trace.annotations
     spans = tuple((int(ranges.start_ns[row]), int(ranges.end_ns[row])) for row, _ in pairs)
@@ -156,29 +157,51 @@ def _marked_window(trace: Trace, launch: Int64, source: str, marked: npt.NDArray
 # --- training steps inside a marked range -------------------------------------------------------------
 
 
-def _steps_inside(trace: Trace, row: int) -> int:
-    """Count the training steps inside one marked range: its ``ProfilerStep#n`` ranges, or else its optimizer steps.
+def _steps_inside(trace: Trace, rows: Sequence[int]) -> list[int]:
+    """Count the training steps inside each marked range: its ``ProfilerStep#n`` ranges, or else its optimizer steps.
 
-    Returns 0 where the range shows none. Optimizers that step directly one after another share a training step.
+    0 for a range that shows none. Optimizers that step directly one after another share a training step.
+    """
+    ranges, operators = trace.annotations, trace.operators
+    patterns = (_MARKS["profiler"], _OPTIMIZER_STEP)
+    profiler_steps, optimizer_steps = (
+        np.flatnonzero(trace.names_that(pattern.fullmatch)[ranges.name]) for pattern in patterns
+    )
+    work = (
+        np.sort(np.concatenate((operators.start_ns, trace.launches.start_ns)))
+        if len(optimizer_steps)
+        else np.empty(0, np.int64)
+    )
+    spans_of: dict[int, intervals.Spans] = {}
+    counts = []
+    for row in rows:
+        if len(inside := _inside_of_range(trace, profiler_steps, row)):
+            counts.append(len(inside))
+            continue
+        steps = _inside_of_range(trace, optimizer_steps, row)
+        if len(steps) and (thread := int(ranges.thread[row])) not in spans_of:
+            own = operators.thread == thread
+            spans_of[thread] = intervals.union(operators.start_ns[own], operators.end_ns[own])
+        if len(steps):
+            steps = steps[~intervals.contains(spans_of[thread], ranges.start_ns[steps])]
+        # A step counts if an operator or a launch lies between the previous step's end and its start.
+        begins, ends = ranges.start_ns[steps], np.maximum.accumulate(ranges.end_ns[steps])
+        has_work_before = np.searchsorted(work, begins[1:]) > np.searchsorted(work, ends[:-1], side="right")
+        counts.append(min(1, len(steps)) + int(np.count_nonzero(has_work_before)))
+    return counts
+
+
+def _inside_of_range(trace: Trace, steps: npt.NDArray[np.intp], row: int) -> npt.NDArray[np.intp]:
+    """Return those of ``steps``, rows of annotations by start, that start inside another annotation of their thread.
+
+    Hooks that step the optimizer in the backward pass run on another thread, or inside an operator of this thread.
     """
     ranges = trace.annotations
-    inside = (ranges.start_ns > ranges.start_ns[row]) & (ranges.start_ns < ranges.end_ns[row])
-    # Hooks that step the optimizer in the backward pass run on another thread, or inside an operator of this thread.
-    inside &= ranges.thread == ranges.thread[row]
-    profiler_steps = inside & trace.names_that(_MARKS["profiler"].fullmatch)[ranges.name]
-    if profiler_steps.any():
-        return int(np.count_nonzero(profiler_steps))
-    steps = np.flatnonzero(inside & trace.names_that(_OPTIMIZER_STEP.fullmatch)[ranges.name])
-    if not len(steps):
-        return 0
-    operators, same_thread = trace.operators, trace.operators.thread == ranges.thread[row]
-    spans = intervals.union(operators.start_ns[same_thread], operators.end_ns[same_thread])
-    steps = steps[~intervals.contains(spans, ranges.start_ns[steps])]
-    # A step counts if an operator or a launch lies between the previous step's end and its start.
-    work = np.sort(np.concatenate((operators.start_ns, trace.launches.start_ns)))
-    begins, ends = ranges.start_ns[steps], np.maximum.accumulate(ranges.end_ns[steps])
-    has_work_before = np.searchsorted(work, begins[1:]) > np.searchsorted(work, ends[:-1], side="right")
-    return min(1, len(steps)) + int(np.count_nonzero(has_work_before))
+    first = np.searchsorted(ranges.start_ns[steps], ranges.start_ns[row], side="right")
+    last = np.searchsorted(ranges.start_ns[steps], ranges.end_ns[row])
+    steps = steps[first:last]
+    inside: npt.NDArray[np.intp] = steps[ranges.thread[steps] == ranges.thread[row]]
+    return inside
 
 
 def _inside(
@@ -188,22 +211,29 @@ def _inside(
     with_launch = np.flatnonzero(launch != NONE)
     with_launch = with_launch[np.argsort(trace.launches.start_ns[launch[with_launch]], kind="stable")]
     launched = trace.launches.start_ns[launch[with_launch]]
-    device_rows = np.flatnonzero(marked[trace.device_annotations.name])
+    # Activities without a launch record are inside if they start in the range's own device annotation.
+    bare, ranges = np.flatnonzero(launch == NONE), trace.device_annotations
+    device_rows: dict[tuple[int, int], list[int]] = {}
+    for row in np.flatnonzero(marked[ranges.name]).tolist() if len(bare) else ():
+        for external in {int(ranges.external_id[row]), NONE}:
+            device_rows.setdefault((int(ranges.name[row]), external), []).append(row)
+    bare_inside: dict[tuple[int, int], Int64] = {}
     result = []
     for row in rows:
         first_index = np.searchsorted(launched, trace.annotations.start_ns[row], side="left")
         last_index = np.searchsorted(launched, trace.annotations.end_ns[row], side="right")
         inside = np.sort(with_launch[first_index:last_index])
-        if len(with_launch) < len(launch):
-            # Activities without a launch record are inside if they start in the range's own device annotation.
-            ranges = trace.device_annotations
-            matching_rows = device_rows[ranges.name[device_rows] == trace.annotations.name[row]]
-            external = trace.annotations.external_id[row]
-            if external != NONE and (ranges.external_id[matching_rows] == external).any():
-                matching_rows = matching_rows[ranges.external_id[matching_rows] == external]
-            spans = intervals.union(ranges.start_ns[matching_rows], ranges.end_ns[matching_rows])
-            on_device = intervals.contains(spans, trace.activities.start_ns)
-            inside = distinct(np.concatenate((inside, np.flatnonzero(on_device & (launch == NONE)))))
+        key = int(trace.annotations.name[row]), int(trace.annotations.external_id[row])
+        key = key if key in device_rows else (key[0], NONE)
+        if key in device_rows:
+            if key not in bare_inside:
+                spans = intervals.union(ranges.start_ns[device_rows[key]], ranges.end_ns[device_rows[key]])
+                bounds = (
+                    np.searchsorted(trace.activities.start_ns[bare], times) for times in (spans.start_ns, spans.end_ns)
+                )
+                parts = [bare[first:last] for first, last in zip(*bounds, strict=True)]
+                bare_inside[key] = np.concatenate(parts)
+            inside = distinct(np.concatenate((inside, bare_inside[key])))
         result.append(inside)
     if any(map(len, result)):
         _add_by_time(trace, launch, rows, result)
@@ -234,6 +264,10 @@ def _add_by_time(trace: Trace, launch: Int64, rows: npt.NDArray[np.intp], inside
         owned_until[candidates] = np.minimum(owned_until[candidates], trace.annotations.end_ns[row])
         owned.append(candidates)
     between = np.flatnonzero(owned_until == np.iinfo(np.int64).max)
+    between = between[np.argsort(preceding[between], kind="stable")]
+    followed_by = preceding[between]
     for index, candidates in enumerate(owned):
-        following = between[among(preceding[between], inside[index])]
-        inside[index] = np.sort(np.concatenate((inside[index], unnamed[candidates], unnamed[following])))
+        first, last = (np.searchsorted(followed_by, inside[index], side=side) for side in ("left", "right"))
+        followed = np.flatnonzero(last > first)
+        following = [between[first[row] : last[row]] for row in followed.tolist()]
+        inside[index] = np.sort(np.concatenate((inside[index], unnamed[candidates], *(unnamed[x] for x in following))))

@@ -6,8 +6,6 @@ calls the same operator on the local shard. FLOPs are those of the innermost ope
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +16,7 @@ from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE_PARTS, is_kind
 from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
-from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int8, Int64, Trace
+from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int8, Int64, Trace, enclosing_rows
 
 RATED_PARTS = {"attention": ATTENTION, "matrix_products": COMPUTE_PARTS["matrix_products"]}
 """Parts of a step whose FLOPs can be known, with their kinds."""
@@ -41,31 +39,22 @@ class PartWork(msgspec.Struct, frozen=True):
     """FLOPs by `FLOP_DTYPES`, without operators whose data type is not recorded."""
 
 
-class _Nesting(NamedTuple):
-    """Nesting of the operators with FLOPs."""
-
-    root: Int64
-    """Number of the outermost operator around each record; the record's own number if nothing encloses it."""
-    innermost: npt.NDArray[np.bool_]
-    """Whether a record contains no other record."""
-    root_row: Int64
-    """Row of each outermost operator, by number: ascending by thread, then by start."""
-
-
 def device_work(classified: Classified, rows: TimedActivities) -> tuple[PartWork, ...]:
     """Return the work that launched ``rows``, the window's activities on one device; empty without recorded shapes."""
     records = classified.trace.flop_records
     if not len(records.start_ns):
         return ()
-    nesting, part = find_nesting(records), _part_numbers(rows.kind)
-    root = owners_of_activities(classified, rows.activity, nesting.root_row, nesting.root)
+    (root_of_record, innermost, root_row), part = find_nesting(records), _part_numbers(rows.kind)
+    root = owners_of_activities(classified, rows.activity, root_row, root_of_record)
     # The last element stands for activities outside of all operators.
-    part_of_root = np.full(len(nesting.root_row) + 1, NONE, np.int64)
+    part_of_root = np.full(len(root_row) + 1, NONE, np.int64)
     # Attention is assigned last: matrix products inside an attention operator are part of it.
     for number in reversed(range(len(RATED_PARTS))):
         part_of_root[root[(root != NONE) & (part == number)]] = number
     covered = (part != NONE) & (part_of_root[root] == part)
-    return _work_of_parts(records, nesting, part_of_root, (rows.start_ns, rows.end_ns, part, covered))
+    return _work_of_parts(
+        records, np.where(innermost, part_of_root[root_of_record], NONE), (rows.start_ns, rows.end_ns, part, covered)
+    )
 
 
 def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
@@ -73,17 +62,17 @@ def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
     records = trace.flop_records
     if not len(records.start_ns):
         return ()
-    nesting = find_nesting(records)
+    root, innermost, root_row = find_nesting(records)
     window_start, window_end = window_bounds(trace, window, None)
     start, end, kind, thread = outermost_operators(trace)
     part, covered = _part_numbers(kind), np.zeros(len(kind), np.bool_)
-    begins = records.start_ns[nesting.root_row]
-    enclosing = intervals.enclosing_rows((start, end, thread), begins, records.thread[nesting.root_row])
+    begins = records.start_ns[root_row]
+    enclosing = enclosing_rows((start, end, thread), begins, records.thread[root_row])
     enclosing[(begins < window_start) | (begins >= window_end)] = NONE
     part_of_root = np.append(part, NONE)[enclosing]
     covered[enclosing[enclosing != NONE]] = True
     clipped = np.clip(start, window_start, window_end), np.clip(end, window_start, window_end)
-    return _work_of_parts(records, nesting, part_of_root, (*clipped, part, covered))
+    return _work_of_parts(records, np.where(innermost, part_of_root[root], NONE), (*clipped, part, covered))
 
 
 def _part_numbers(kind: Int8) -> Int64:
@@ -98,9 +87,8 @@ _Rows = tuple[Int64, Int64, Int64, npt.NDArray[np.bool_]]
 """Start, end and part of the timed activities or operators, and whether their FLOPs are known."""
 
 
-def _work_of_parts(records: FlopRecords, nesting: _Nesting, part_of_root: Int64, rows: _Rows) -> tuple[PartWork, ...]:
-    """Compute `PartWork` for every part; ``part_of_root`` is `NONE` for outermost operators outside the window."""
-    part_of_record = np.where(nesting.innermost, part_of_root[nesting.root], NONE)
+def _work_of_parts(records: FlopRecords, part_of_record: Int64, rows: _Rows) -> tuple[PartWork, ...]:
+    """Compute `PartWork` for every part; ``part_of_record`` is `NONE` for operators that do not count."""
     parts = []
     for number, name in enumerate(RATED_PARTS):
         start, end, part, flops_known = rows
@@ -129,8 +117,12 @@ def _sum_flops(records: FlopRecords, chosen: npt.NDArray[np.bool_]) -> int:
     return sum(records.flops[chosen].tolist())
 
 
-def find_nesting(records: FlopRecords) -> _Nesting:
-    """Find which records lie inside others on their thread."""
+def find_nesting(records: FlopRecords) -> tuple[Int64, npt.NDArray[np.bool_], Int64]:
+    """Find which records lie inside others on their thread.
+
+    Return for each record the number of the outermost operator around it (its own if nothing encloses it) and whether
+    it contains no other; then the row of each outermost operator, ascending by thread, then by start.
+    """
     order = np.lexsort((-records.end_ns, records.start_ns, records.thread))
     start, end, thread = records.start_ns[order], records.end_ns[order], records.thread[order]
     # Find the latest end so far by its rank among all ends. Ranks go by thread first: earlier threads rank below.
@@ -142,7 +134,7 @@ def find_nesting(records: FlopRecords) -> _Nesting:
     holds_next = np.append((thread[1:] == thread[:-1]) & (start[1:] < end[:-1]), False)
     root, innermost = np.empty(len(order), np.int64), np.empty(len(order), np.bool_)
     root[order], innermost[order] = np.cumsum(outermost) - 1, ~holds_next
-    return _Nesting(root, innermost, order[outermost])
+    return root, innermost, order[outermost]
 
 
 def owners_of_activities(classified: Classified, activities: Int64, chosen: Int64, number_of: Int64) -> Int64:
@@ -157,9 +149,7 @@ def owners_of_activities(classified: Classified, activities: Int64, chosen: Int6
     with_launch = np.flatnonzero(launch != NONE)
     launched = launch[with_launch]
     spans = records.start_ns[chosen], records.end_ns[chosen], records.thread[chosen]
-    owner[with_launch] = intervals.enclosing_rows(
-        spans, trace.launches.start_ns[launched], trace.launches.thread[launched]
-    )
+    owner[with_launch] = enclosing_rows(spans, trace.launches.start_ns[launched], trace.launches.thread[launched])
     named = np.flatnonzero((launch == NONE) & (trace.activities.external_id[activities] != NONE))
     ids = np.flatnonzero(records.external_id != NONE)
     ids = ids[np.argsort(records.external_id[ids], kind="stable")]

@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -100,7 +99,7 @@ def hosts_in_order(host: Mapping[int, str]) -> list[str]:
     return list(dict.fromkeys(host[rank] for rank in sorted(host)))
 
 
-def fit_clocks(traffic: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int, str]) -> Clocks:
+def fit_clocks(traffic: Mapping[tuple[int, int], TrafficEvidence], host: Mapping[int, str]) -> Clocks:
     """Fit the clocks of the hosts to the traffic between them.
 
     ``traffic`` has both directions of every pair of hosts; ``host`` names the host of every rank.
@@ -116,7 +115,10 @@ def fit_clocks(traffic: Mapping[tuple[int, int], TrafficSummary], host: Mapping[
     )
     pairs = []
     for a, b in sorted((a, b) for a, b in traffic if a < b):
-        outside = _distance_from_causal(traffic[a, b], traffic[b, a], fit.offsets[b] - fit.offsets[a])
+        low, high = _causal_interval(traffic[a, b], traffic[b, a])
+        offset_ns = fit.offsets[b] - fit.offsets[a]
+        # How far the offset lies outside the interval that causality allows.
+        outside = float(max(low + offset_ns, -offset_ns - high, 0.0))
         pairs.append(
             Pair(
                 hosts=(names[a], names[b]),
@@ -137,21 +139,16 @@ def fit_clocks(traffic: Mapping[tuple[int, int], TrafficSummary], host: Mapping[
 # --- evidence from the transfers between two hosts ------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    """Range and number of differences between the ends of what two hosts exchanged, in ns."""
-
-    low: float
-    high: float
-    samples: int
-    """Number of differences."""
+Ends = tuple[float, float, int]
+"""Least, largest and number of the differences between the ends of what two hosts exchanged, in ns."""
 
 
-class TrafficSummary(msgspec.Struct, frozen=True):
-    """Evidence about two hosts' clocks from traffic from the first to the second, in ns."""
+class TrafficEvidence(msgspec.Struct):
+    """Evidence about two hosts' clocks from traffic from the first to the second, in ns of their own clocks."""
 
-    message_ends: Spread | None = None
+    message_ends: Ends | None = None
     """Messages: end at the receiver minus end at the sender."""
-    collective_ends: Spread | None = None
+    collective_ends: Ends | None = None
     """Collectives: end on the second host minus end on the first."""
     outlived: int | None = None
     """Longest time by which a kernel of the second host outlived its partners on the first, where only these held
@@ -160,40 +157,25 @@ class TrafficSummary(msgspec.Struct, frozen=True):
     """Lower bound of the second clock minus the first."""
     count: int = 0
 
-
-class TrafficSamples(msgspec.Struct):
-    """Samples of traffic from one host to another: differences between times of their own clocks, in ns."""
-
-    message_ends: list[Int64] = msgspec.field(default_factory=list)
-    collective_ends: list[Int64] = msgspec.field(default_factory=list)
-    outlived: list[int] = msgspec.field(default_factory=list)
-    lower_bounds: list[int] = msgspec.field(default_factory=list)
-    count: int = 0
-
-    def summary(self) -> TrafficSummary:
-        """Reduce the samples to what the fit needs."""
-        return TrafficSummary(
-            message_ends=_spread(self.message_ends) if self.message_ends else None,
-            collective_ends=_spread(self.collective_ends) if self.collective_ends else None,
-            outlived=max(self.outlived, default=None),
-            lower_bound=max(self.lower_bounds, default=None),
-            count=self.count,
-        )
+    def add_bound(self, bound: Int64) -> None:
+        """Add lower bounds."""
+        self.lower_bound = int(bound.max() if self.lower_bound is None else max(self.lower_bound, bound.max()))
 
 
-class CollectiveTimes(msgspec.Struct, frozen=True):
-    """Times of one collective on the ranks of one host: one element per call, by that host's clock."""
+def _with_ends(ends: Ends | None, differences: Int64) -> Ends:
+    """Return ``ends`` with more differences."""
+    low, high, count = ends or (np.inf, -np.inf, 0)
+    return min(low, float(differences.min())), max(high, float(differences.max())), count + len(differences)
 
-    last_start: Int64
-    first_end: Int64
-    last_end: Int64
 
+CollectiveTimes = tuple[Int64, Int64, Int64]
+"""Last start, first end and last end of one collective on the ranks of one host: per call, by that host's clock."""
 
 MAX_COMPARED_HOSTS = 32
 """Number of hosts of a collective up to which every pair is compared."""
 
-Traffic = dict[tuple[int, int], TrafficSamples]
-"""(host, other host) -> samples; both directions of every pair that exchanges data."""
+Traffic = dict[tuple[int, int], TrafficEvidence]
+"""(host, other host) -> evidence; both directions of every pair that exchanges data."""
 
 
 def collect_traffic(matches: Matches, host: Mapping[int, int]) -> Traffic:
@@ -203,7 +185,7 @@ def collect_traffic(matches: Matches, host: Mapping[int, int]) -> Traffic:
     end = np.array([t.end_ns for t in transfers], np.int64)
     host_of_transfer = np.array([host[t.rank] for t in transfers], np.int64)
     large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
-    traffic: Traffic = defaultdict(TrafficSamples)
+    traffic: Traffic = defaultdict(TrafficEvidence)
     crossing = host_of_transfer[matches.sender] != host_of_transfer[matches.receiver]
     sender, receiver = matches.sender[crossing], matches.receiver[crossing]
     host_pairs = np.unique(np.stack((host_of_transfer[sender], host_of_transfer[receiver]), axis=1), axis=0)
@@ -211,18 +193,18 @@ def collect_traffic(matches: Matches, host: Mapping[int, int]) -> Traffic:
         rows = (host_of_transfer[sender] == a) & (host_of_transfer[receiver] == b)
         sent, received = sender[rows], receiver[rows]
         a_to_b, b_to_a = traffic[a, b], traffic[b, a]
-        a_to_b.message_ends.append(end[received] - end[sent])
+        a_to_b.message_ends = _with_ends(a_to_b.message_ends, end[received] - end[sent])
         a_to_b.count += len(sent)
         # No receiver ends before its sender has begun, and no sender of a large message before its receiver.
-        b_to_a.lower_bounds.append(int((start[sent] - end[received]).max()))
+        b_to_a.add_bound(start[sent] - end[received])
         if (large_sends := large[sent]).any():
-            a_to_b.lower_bounds.append(int((start[received[large_sends]] - end[sent[large_sends]]).max()))
+            a_to_b.add_bound(start[received[large_sends]] - end[sent[large_sends]])
     _collect_outlived(matches, host_of_transfer, end, traffic)
     for calls in matches.collective_matches:
         host_of_row = host_of_transfer[calls[:, 0]]
         rows_of = {number: calls[host_of_row == number] for number in np.unique(host_of_row).tolist()}
         on_host = {
-            number: CollectiveTimes(start[rows].max(axis=0), end[rows].min(axis=0), end[rows].max(axis=0))
+            number: (start[rows].max(axis=0), end[rows].min(axis=0), end[rows].max(axis=0))
             for number, rows in rows_of.items()
         }
         collect_collectives(on_host, transfers[int(calls[0, 0])].kind, traffic)
@@ -251,9 +233,9 @@ def _collect_outlived(matches: Matches, host_of_transfer: Int64, end: Int64, tra
     # With partners on several hosts, the host of the last message is unknown.
     held_by_one_host = (lowest_host == highest_host) & (end > latest_local_end + END_TOGETHER_NS)
     for row in np.flatnonzero(held_by_one_host).tolist():
-        traffic[int(lowest_host[row]), int(host_of_transfer[row])].outlived.append(
-            int(end[row] - latest_remote_end[row])
-        )
+        evidence = traffic[int(lowest_host[row]), int(host_of_transfer[row])]
+        outlived = end[row] - latest_remote_end[row]
+        evidence.outlived = int(outlived if evidence.outlived is None else max(evidence.outlived, outlived))
 
 
 def _allowed_lag(matches: Matches, kernel: Int64, partner: Int64, end: Int64) -> Int64:
@@ -277,15 +259,15 @@ def collect_collectives(on_host: Mapping[int, CollectiveTimes], kind: str, traff
     hosts = sorted(on_host)
     for index, other_index in combinations(range(len(hosts)), 2):
         a, b = hosts[index], hosts[other_index]
-        first, second = on_host[a], on_host[b]
+        (last_start_a, first_end_a, last_end_a), (last_start_b, first_end_b, last_end_b) = on_host[a], on_host[b]
         a_to_b, b_to_a = traffic[a, b], traffic[b, a]
-        a_to_b.count += len(first.last_end)
+        a_to_b.count += len(last_end_a)
         if len(hosts) > MAX_COMPARED_HOSTS and index != 0 and other_index != index + 1:
             continue
-        a_to_b.collective_ends.append(second.last_end - first.last_end)
+        a_to_b.collective_ends = _with_ends(a_to_b.collective_ends, last_end_b - last_end_a)
         if kind in _LIMITING:
-            a_to_b.lower_bounds.append(int((second.last_start - first.first_end).max()))
-            b_to_a.lower_bounds.append(int((first.last_start - second.first_end).max()))
+            a_to_b.add_bound(last_start_b - first_end_a)
+            b_to_a.add_bound(last_start_a - first_end_b)
 
 
 class _OffsetEstimate(msgspec.Struct, frozen=True):
@@ -330,7 +312,7 @@ class _Fit(msgspec.Struct, dict=True):
         return np.array([estimate.width_ns + self.misfit(estimate) for estimate in self.estimates])
 
 
-def _offset_estimates(a: int, b: int, a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> Iterator[_OffsetEstimate]:
+def _offset_estimates(a: int, b: int, a_to_b: TrafficEvidence, b_to_a: TrafficEvidence) -> Iterator[_OffsetEstimate]:
     """Yield the estimates from the traffic between two hosts; two-sided bounds only once, for ``a < b``."""
     if a_to_b.message_ends and not b_to_a.message_ends:
         outlived_b, outlived_a = a_to_b.outlived, b_to_a.outlived
@@ -339,31 +321,29 @@ def _offset_estimates(a: int, b: int, a_to_b: TrafficSummary, b_to_a: TrafficSum
                 a, b, (outlived_a - outlived_b) / 2, abs(outlived_b + outlived_a) / 2 + END_TOGETHER_NS, lags=True
             )
         else:
-            middle, half_width = (
-                (a_to_b.message_ends.low + a_to_b.message_ends.high) / 2,
-                (a_to_b.message_ends.high - a_to_b.message_ends.low) / 2,
-            )
-            if a_to_b.message_ends.samples >= _MIN_DIFFERENCES and half_width <= _MAX_HALF_WIDTH_NS:
-                yield _OffsetEstimate(a, b, -middle, half_width + END_TOGETHER_NS, lags=True)
+            low, high, differences = a_to_b.message_ends
+            half_width = (high - low) / 2
+            if differences >= _MIN_DIFFERENCES and half_width <= _MAX_HALF_WIDTH_NS:
+                yield _OffsetEstimate(a, b, -(low + high) / 2, half_width + END_TOGETHER_NS, lags=True)
     if a < b:
         low, high = _offset_interval(a_to_b, b_to_a)
         if np.isfinite(low) and np.isfinite(high):
             yield _OffsetEstimate(a, b, -(low + high) / 2, abs(high - low) / 2, lags=False)
 
 
-def _offset_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[float, float]:
+def _offset_interval(a_to_b: TrafficEvidence, b_to_a: TrafficEvidence) -> tuple[float, float]:
     """Return the interval of second clock minus first; low exceeds high where the traffic contradicts itself."""
     causal = _causal_interval(a_to_b, b_to_a)
     low, high = causal
     if a_to_b.message_ends and b_to_a.message_ends:
         low, high = _intersection((low, high), _message_interval(a_to_b, b_to_a))
-    if a_to_b.collective_ends and a_to_b.collective_ends.samples >= _MIN_DIFFERENCES:
-        spread = a_to_b.collective_ends
-        low, high = _intersection((low, high), (spread.low - END_TOGETHER_NS, spread.high + END_TOGETHER_NS))
+    if a_to_b.collective_ends and a_to_b.collective_ends[2] >= _MIN_DIFFERENCES:
+        least, most, _ = a_to_b.collective_ends
+        low, high = _intersection((low, high), (least - END_TOGETHER_NS, most + END_TOGETHER_NS))
     return causal if low > high else (low, high)
 
 
-def _causal_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[float, float]:
+def _causal_interval(a_to_b: TrafficEvidence, b_to_a: TrafficEvidence) -> tuple[float, float]:
     """Return the interval that causality allows: no effect before its cause."""
     return (
         -np.inf if a_to_b.lower_bound is None else a_to_b.lower_bound,
@@ -371,7 +351,7 @@ def _causal_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[fl
     )
 
 
-def _message_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[float, float]:
+def _message_interval(a_to_b: TrafficEvidence, b_to_a: TrafficEvidence) -> tuple[float, float]:
     """Return the interval that messages in both directions allow.
 
     The times by which kernels outlive their partners bound it. Where messages lag, each direction contradicts the other
@@ -382,32 +362,15 @@ def _message_interval(a_to_b: TrafficSummary, b_to_a: TrafficSummary) -> tuple[f
         least, most = a_to_b.outlived - END_TOGETHER_NS, END_TOGETHER_NS - b_to_a.outlived
         return (least, most) if least <= most else (most - END_TOGETHER_NS, least + END_TOGETHER_NS)
     assert a_to_b.message_ends and b_to_a.message_ends
-    low, high = (
-        min(a_to_b.message_ends.low, -b_to_a.message_ends.high),
-        max(a_to_b.message_ends.high, -b_to_a.message_ends.low),
-    )
-    conclusive = (
-        min(a_to_b.message_ends.samples, b_to_a.message_ends.samples) >= _MIN_DIFFERENCES
-        and high - low <= 2 * _MAX_HALF_WIDTH_NS
-    )
+    (low, high, there), (least_back, most_back, back) = a_to_b.message_ends, b_to_a.message_ends
+    low, high = min(low, -most_back), max(high, -least_back)
+    conclusive = min(there, back) >= _MIN_DIFFERENCES and high - low <= 2 * _MAX_HALF_WIDTH_NS
     return (low - END_TOGETHER_NS, high + END_TOGETHER_NS) if conclusive else (-np.inf, np.inf)
 
 
 def _intersection(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
     """Return the intersection of two intervals; low exceeds high where they are disjoint."""
     return max(first[0], second[0]), min(first[1], second[1])
-
-
-def _distance_from_causal(a_to_b: TrafficSummary, b_to_a: TrafficSummary, offset_ns: float) -> float:
-    """Return how far the offset lies outside the interval that causality allows; 0 inside."""
-    low, high = _causal_interval(a_to_b, b_to_a)
-    return float(max(low + offset_ns, -offset_ns - high, 0.0))
-
-
-def _spread(differences: Sequence[Int64]) -> Spread:
-    """Return range and number of all differences."""
-    all_differences = np.concatenate(differences)
-    return Spread(float(all_differences.min()), float(all_differences.max()), len(all_differences))
 
 
 # --- all hosts together ------------------------------------------------------------------------------
@@ -420,7 +383,16 @@ def _fit_offsets(estimates: Sequence[_OffsetEstimate], count: int) -> _Fit:
     circle, lag and offset cannot be separated: then only estimates without lag are used.
     """
     usable = tuple(estimate for estimate in estimates if np.isfinite(estimate.width_ns))
-    first_connected = _connected_hosts(usable, count)
+    # For each host, the lowest-numbered host that estimates connect it to.
+    first_connected = list(range(count))
+    for _ in range(count):
+        previous = list(first_connected)
+        for estimate in usable:
+            first_connected[estimate.a] = first_connected[estimate.b] = min(
+                first_connected[estimate.a], first_connected[estimate.b]
+            )
+        if first_connected == previous:
+            break
     rows, weights = _equations(usable, count)
     lags = any(estimate.lags for estimate in usable)
     if lags and np.linalg.matrix_rank(rows / weights[:, None]) < count + 1 - len(set(first_connected)):
@@ -440,17 +412,3 @@ def _equations(
         weights[row] = _SMALLEST_ERROR_NS / max(estimate.width_ns, _SMALLEST_ERROR_NS)
         rows[row, [estimate.a, estimate.b, count]] = -1, 1, -float(estimate.lags)
     return rows * weights[:, None], weights
-
-
-def _connected_hosts(estimates: Sequence[_OffsetEstimate], count: int) -> list[int]:
-    """Return for each host the lowest-numbered host that estimates connect it to."""
-    first_connected = list(range(count))
-    for _ in range(count):
-        previous = list(first_connected)
-        for estimate in estimates:
-            first_connected[estimate.a] = first_connected[estimate.b] = min(
-                first_connected[estimate.a], first_connected[estimate.b]
-            )
-        if first_connected == previous:
-            break
-    return first_connected

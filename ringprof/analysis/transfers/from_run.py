@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ringprof.analysis.transfers.transfers import Message, Transfer
+from ringprof.analysis.transfers.transfers import Transfer
 from ringprof.run import Run, Sent
+from ringprof.trace.columns import Message
 
 _PHASES = ("forward", "backward")
 

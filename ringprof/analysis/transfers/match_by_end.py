@@ -46,26 +46,6 @@ class StreamCalls(msgspec.Struct, frozen=True):
     """Indices into the rank's transfers."""
 
 
-class Communicators(msgspec.Struct, frozen=True):
-    """Process groups inferred from the ends of kernels."""
-
-    group_of: dict[int, dict[int, Group]]
-    """Rank -> index into its transfers -> group."""
-    spread_ns: int
-    """Largest difference between the ends of one collective, on ranks of one clock."""
-
-    def warnings(self) -> list[Notice]:
-        """Return a notice that states the evidence for the matches; empty without matches."""
-        count = sum(len(groups) for groups in self.group_of.values())
-        if not count:
-            return []
-        message = (
-            "communication kernels have no record of their group: matched as the n-th of a stream on every rank, which "
-            f"all end within {self.spread_ns / 1e3:.1f} us of one another"
-        )
-        return [Notice("matched_by_ends", message, count=count)]
-
-
 def is_unrecorded(transfer: Transfer) -> bool:
     """Return whether a transfer is a collective without a record."""
     return transfer.source == "none" and transfer.kind not in POINT_TO_POINT
@@ -89,8 +69,13 @@ def unrecorded_calls(rank: int, transfers: Sequence[Transfer]) -> list[StreamCal
     ]
 
 
-def find_communicators(calls: Iterable[StreamCalls], clock: Mapping[int, object]) -> Communicators:
-    """Find the ranks' streams that carry the same collectives; ``clock`` names the clock of each rank of the world."""
+def find_communicators(
+    calls: Iterable[StreamCalls], clock: Mapping[int, object]
+) -> tuple[dict[int, dict[int, Group]], list[Notice]]:
+    """Find the ranks' streams that carry the same collectives; ``clock`` names the clock of each rank of the world.
+
+    Return the group of each transfer, by rank and index into its transfers, and a notice that states the evidence.
+    """
     groups: list[list[StreamCalls]] = []
     for stream in calls:
         for members in groups:
@@ -113,7 +98,12 @@ def find_communicators(calls: Iterable[StreamCalls], clock: Mapping[int, object]
             group_of.setdefault(member.rank, {}).update(dict.fromkeys(member.indices, group))
             if clock[member.rank] == clock[members[0].rank]:
                 spread = max(spread, int(np.abs(member.end_ns - members[0].end_ns).max()))
-    return Communicators(group_of, spread)
+    count = sum(len(indices) for indices in group_of.values())
+    message = (
+        "communication kernels have no record of their group: matched as the n-th of a stream on every rank, which "
+        f"all end within {spread / 1e3:.1f} us of one another"
+    )
+    return group_of, [Notice("matched_by_ends", message, count=count)] if count else []
 
 
 def _join_remaining(groups: Sequence[list[StreamCalls]], world: set[int]) -> list[list[StreamCalls]]:

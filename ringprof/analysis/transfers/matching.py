@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -64,16 +63,6 @@ class Matches(msgspec.Struct, frozen=True):
         return dict(Counter(_REASONS[number] for number in self.reason[rows].tolist()))
 
 
-class AbsentRanks(Protocol):
-    """Collectives of ranks that are not loaded, see `ringprof.scale.collective_index`."""
-
-    def mismatch(self, group: Group, kind: str) -> str:
-        """Return why the group's calls of this kind are not matched, one of `_REASONS`; empty where they are."""
-
-    def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
-        """Return what the other ranks did in the calls of ``rank``; ``rows`` are the numbers of these calls."""
-
-
 class AbsentPeers(msgspec.Struct, frozen=True):
     """Calls of one collective on one rank, with the times of the group's other ranks."""
 
@@ -86,26 +75,38 @@ class AbsentPeers(msgspec.Struct, frozen=True):
     """Largest possible error between the clocks of the group's hosts and this rank's clock."""
 
 
+KnownCalls = tuple[Int64, Int64, dict[int, int]]
+"""Matched calls of one kind in one group, as its ranks need them. Per call: the latest start over the group on the
+common clock, and its rank. By rank: the largest possible error between its clock and those of the group's hosts."""
+
+
+class AbsentRanks(msgspec.Struct, frozen=True):
+    """Collectives of ranks that are not loaded, from `ringprof.scale.collective_index`; plain data."""
+
+    calls: dict[tuple[Group, str], KnownCalls | str]
+    """(Group, kind) -> its calls, or the reason why they are not matched, one of `_REASONS`."""
+
+
 def match(transfers: Mapping[int, Sequence[Transfer]], absent: AbsentRanks | None = None) -> Matches:
     """Match the transfers of all ranks; ``transfers`` holds each rank's, in order.
 
     With ``absent``, only some ranks are loaded, and ``absent`` knows the collectives of the others.
     """
     all_transfers = tuple(transfer for of_rank in transfers.values() for transfer in of_rank)
-    builder = _MatchBuilder(np.zeros(len(all_transfers), np.int8))
+    reasons = np.zeros(len(all_transfers), np.int8)
     groups, group_of = number_groups(all_transfers)
-    _match_messages(all_transfers, group_of, set(transfers), builder)
-    _match_collectives(all_transfers, groups, group_of, set(transfers), builder, absent)
+    sender, receiver = _match_messages(all_transfers, group_of, set(transfers), reasons)
+    collectives, absent_peers = _match_collectives(all_transfers, groups, group_of, set(transfers), reasons, absent)
     for number, transfer in enumerate(all_transfers):
         if transfer.kind == "send_recv" and not (transfer.sends or transfer.receives):
-            builder.reason[number] = _CODE_OF_REASON["no_record"]
+            reasons[number] = _CODE_OF_REASON["no_record"]
     return Matches(
         all_transfers,
-        builder.reason,
-        np.array(builder.sender, np.int64),
-        np.array(builder.receiver, np.int64),
-        tuple(builder.collective_matches),
-        tuple(builder.absent_peers),
+        reasons,
+        np.array(sender, np.int64),
+        np.array(receiver, np.int64),
+        tuple(collectives),
+        tuple(absent_peers),
     )
 
 
@@ -119,20 +120,11 @@ def number_groups(all_transfers: Sequence[Transfer]) -> tuple[list[Group], list[
     return list(numbers), [number_by_id[id(transfer.group)] for transfer in all_transfers]
 
 
-class _MatchBuilder(msgspec.Struct):
-    """Matches found so far."""
-
-    reason: Int8
-    sender: list[int] = msgspec.field(default_factory=list)
-    receiver: list[int] = msgspec.field(default_factory=list)
-    collective_matches: list[Int64] = msgspec.field(default_factory=list)
-    absent_peers: list[AbsentPeers] = msgspec.field(default_factory=list)
-
-    def mark_unmatched(self, numbers: Iterable[int], reason: str) -> None:
-        """Record a reason for transfers; an earlier reason stays."""
-        for number in numbers:
-            if not self.reason[number]:
-                self.reason[number] = _CODE_OF_REASON[reason]
+def _mark_unmatched(reasons: Int8, numbers: Iterable[int], reason: str) -> None:
+    """Record a reason for transfers; an earlier reason stays."""
+    for number in numbers:
+        if not reasons[number]:
+            reasons[number] = _CODE_OF_REASON[reason]
 
 
 # --- point to point -------------------------------------------------------------------------------
@@ -148,9 +140,9 @@ class _Channel(msgspec.Struct):
 
 
 def _match_messages(
-    all_transfers: Sequence[Transfer], group_of: Sequence[int], ranks: set[int], builder: _MatchBuilder
-) -> None:
-    """Match the sends and receives of each channel in order, where counts and bytes agree."""
+    all_transfers: Sequence[Transfer], group_of: Sequence[int], ranks: set[int], reasons: Int8
+) -> tuple[list[int], list[int]]:
+    """Match the sends and receives of each channel in order, where counts and bytes agree; return both ends."""
     channels: dict[tuple[int, int, int], _Channel] = defaultdict(_Channel)
     for number, (transfer, group) in enumerate(zip(all_transfers, group_of, strict=True)):
         for message in transfer.sends:
@@ -161,22 +153,21 @@ def _match_messages(
             channel = channels[group, message.peer, transfer.rank]
             channel.received.append(number)
             channel.received_bytes.append(message.size_bytes)
+    matched_sends: list[int] = []
+    matched_receives: list[int] = []
     for (_, sender, receiver), channel in channels.items():
-        reason = _channel_mismatch(channel, both_loaded=sender in ranks and receiver in ranks)
-        if reason:
-            builder.mark_unmatched((*channel.sent, *channel.received), reason)
+        if sender not in ranks or receiver not in ranks:
+            reason = "rank_missing"
+        elif len(channel.sent) != len(channel.received):
+            reason = "counts_differ"
+        elif channel.sent_bytes != channel.received_bytes:
+            reason = "bytes_differ"
         else:
-            builder.sender += channel.sent
-            builder.receiver += channel.received
-
-
-def _channel_mismatch(channel: _Channel, *, both_loaded: bool) -> str:
-    """Return why the messages of a channel are not matched; empty where they are."""
-    if not both_loaded:
-        return "rank_missing"
-    if len(channel.sent) != len(channel.received):
-        return "counts_differ"
-    return "" if channel.sent_bytes == channel.received_bytes else "bytes_differ"
+            matched_sends += channel.sent
+            matched_receives += channel.received
+            continue
+        _mark_unmatched(reasons, (*channel.sent, *channel.received), reason)
+    return matched_sends, matched_receives
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -187,31 +178,37 @@ def _match_collectives(
     groups: Sequence[Group],
     group_of: Sequence[int],
     ranks: set[int],
-    builder: _MatchBuilder,
+    reasons: Int8,
     absent: AbsentRanks | None,
-) -> None:
-    """Match the n-th calls of each kind over the ranks of each group."""
+) -> tuple[list[Int64], list[AbsentPeers]]:
+    """Match the n-th calls of each kind over the ranks of each group; with ``absent``, with those of its ranks."""
+    matched: list[Int64] = []
+    absent_peers: list[AbsentPeers] = []
     calls: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, transfer in enumerate(all_transfers):
         if transfer.kind in ("send_recv", "copy_engine"):
             continue
         if transfer.source == "none":
-            builder.mark_unmatched((number,), "no_record")
+            _mark_unmatched(reasons, (number,), "no_record")
         else:
             calls[group_of[number], transfer.kind][transfer.rank].append(number)
     for (group_number, kind), by_rank in calls.items():
         group = groups[group_number]
+        calls_or_reason: KnownCalls | str
         if absent is not None:
-            reason = absent.mismatch(group, kind)
+            calls_or_reason = absent.calls.get((group, kind), "rank_missing")
         else:
-            reason = collective_mismatch(group, ranks, {rank: len(numbers) for rank, numbers in by_rank.items()})
-        if reason:
-            builder.mark_unmatched((number for numbers in by_rank.values() for number in numbers), reason)
-        elif absent is not None:
+            counts = {rank: len(numbers) for rank, numbers in by_rank.items()}
+            calls_or_reason = collective_mismatch(group, ranks, counts)
+        if not isinstance(calls_or_reason, str):
+            ready_ns, last_rank, error_ns = calls_or_reason
             for rank, numbers in by_rank.items():
-                builder.absent_peers.append(absent.calls_of(group, kind, rank, np.array(numbers, np.int64)))
+                absent_peers.append(AbsentPeers(np.array(numbers, np.int64), ready_ns, last_rank, error_ns[rank]))
+        elif calls_or_reason:
+            _mark_unmatched(reasons, (number for numbers in by_rank.values() for number in numbers), calls_or_reason)
         else:
-            builder.collective_matches.append(np.array(list(by_rank.values()), np.int64))
+            matched.append(np.array(list(by_rank.values()), np.int64))
+    return matched, absent_peers
 
 
 def collective_mismatch(group: Group, ranks: Collection[int], counts: Mapping[int, int]) -> str:

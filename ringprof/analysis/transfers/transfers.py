@@ -7,7 +7,7 @@ import numpy as np
 
 from ringprof.analysis.kinds.classify import EVIDENCE, Calls, Classified, single_peer
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, is_kind
-from ringprof.trace.columns import NONE, CommRecord, Int64, Trace
+from ringprof.trace.columns import NONE, CommRecord, Int64, Message, Trace
 
 _ELEMENT_BYTES = {
     "byte": 1, "char": 1, "bool": 1, "short": 2, "int": 4, "long": 8,
@@ -18,16 +18,7 @@ Group = tuple[str | None, tuple[int, ...]]
 """A process group, equal on all its ranks: its name, and its global ranks where known."""
 
 
-# A large trace holds hundreds of thousands of these. Structs are created several times faster than data classes, and
-# the garbage collector need not visit them, since they cannot refer to themselves.
-class Message(msgspec.Struct, frozen=True, gc=False):
-    """One send or one receive within a kernel."""
-
-    peer: int
-    """Global rank of the other end."""
-    size_bytes: int | None
-
-
+# Not visited by the garbage collector, for the reason of `ringprof.trace.columns.Message`.
 class Transfer(msgspec.Struct, frozen=True, gc=False):
     """One communication kernel, or one peer-to-peer copy, of one rank."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,21 +31,6 @@ _CLOCK_TOLERANCE_NS = 2_000
 _NEGLIGIBLE = 10
 
 
-class _TransferTimes(msgspec.Struct, frozen=True):
-    """Times of each transfer, on the common clock; arrays with one element per transfer."""
-
-    start: Int64
-    end: Int64
-    peers_ready: Int64
-    """Latest start over the transfer and its own partners."""
-    all_ready: Int64
-    """Latest start over everything that the transfer depends on."""
-    resolved: npt.NDArray[np.bool_]
-    """Whether everything that the transfer depends on is matched."""
-    clock_error: Int64
-    """Largest clock error between the transfer and those that it depends on."""
-
-
 def better_rates(first: dict[LinkClass, Rate], second: dict[LinkClass, Rate]) -> dict[LinkClass, Rate]:
     """Merge two tables of rates, keeping the higher rate of each (kind, link)."""
     result = dict(first)
@@ -61,28 +45,73 @@ class WaitSplitter:
     """Splits matched transfers into wait and wire on one clock, and measures the best rates."""
 
     def __init__(self, matches: Matches, hosts: HostOfRank, clocks: Clocks) -> None:
-        self._matches = matches
-        self._transfer_times = _transfer_times(matches, clocks)
-        self._links = _links(matches.transfers, hosts)
+        transfers, sender, receiver = matches.transfers, matches.sender, matches.receiver
+        self._matches, self._links = matches, _links(transfers, hosts)
+        # Times on the common clock and masks, with one element per transfer.
+        offset = np.array([clocks.offset_ns[transfer.rank] for transfer in transfers], np.int64)
+        start = np.array([transfer.start_ns for transfer in transfers], np.int64) + offset
+        self._end: Int64 = np.array([transfer.end_ns for transfer in transfers], np.int64) + offset
+        self._peers_ready: Int64 = start.copy()
+        """Latest start over the transfer and its own partners."""
+        np.maximum.at(self._peers_ready, sender, start[receiver])
+        np.maximum.at(self._peers_ready, receiver, start[sender])
+        for calls in matches.collective_matches:
+            self._peers_ready[calls] = start[calls].max(axis=0)
+        for absent in matches.absent_peers:
+            self._peers_ready[absent.rows] = absent.peers_ready_ns
+        own_error, matched = _clock_error(matches, clocks), matches.matched()
+        self._all_ready, self._resolved, self._clock_error = self._peers_ready.copy(), matched.copy(), own_error.copy()
+        """Latest start over everything that the transfer depends on; whether all of that is matched; and the largest
+        clock error between the transfer and it."""
+        has_repeated_peer = _has_repeated_peer(transfers)
+        # Peers of peers, but no further: `ringprof.scale.pipeline.NEIGHBOURHOOD` relies on this limit.
+        for transfer_index, partner in ((sender, receiver), (receiver, sender)):
+            rows = has_repeated_peer[transfer_index]
+            np.maximum.at(self._all_ready, transfer_index[rows], self._peers_ready[partner[rows]])
+            np.maximum.at(self._clock_error, transfer_index[rows], own_error[partner[rows]])
+            # Where a peer's own peers are unknown, so is what may have delayed it.
+            np.logical_and.at(self._resolved, transfer_index[rows], matched[partner[rows]])
 
     def best_rates(self) -> dict[LinkClass, Rate]:
-        """Return the best measured rate of each (kind, link)."""
-        return _best_rates(self._matches, self._transfer_times, self._links)
+        """Return the best measured rate of each (kind, link), as (bytes, nanoseconds).
+
+        Only a kernel's own peers count here. The ready time is then never too late, so no rate exceeds what was
+        possible.
+        """
+        size = np.array([transfer.sent_bytes or 0 for transfer in self._matches.transfers], np.int64)
+        copies = np.array([transfer.kind == "copy_engine" for transfer in self._matches.transfers], np.bool_)
+        span = self._end - self._peers_ready
+        usable = (self._matches.matched() | copies) & (span > 0) & (size > 0)
+        rate = np.where(usable, size / np.maximum(span, 1), 0.0)
+        classes: dict[LinkClass, int] = {}
+        code = np.array(
+            [
+                classes.setdefault((transfer.kind, link), len(classes))
+                for transfer, link in zip(self._matches.transfers, self._links, strict=True)
+            ],
+            np.int64,
+        )
+        best = {}
+        for key, number in classes.items():
+            rows = np.flatnonzero(usable & (code == number))
+            if len(rows):
+                fastest = rows[np.argmax(rate[rows])]
+                best[key] = int(size[fastest]), int(span[fastest])
+        return best
 
     def clocks_disagree(self) -> bool:
         """Return whether a transfer ended on one rank before its partner began on another: the clocks then disagree.
 
         Only large transfers and collectives count: a small message may sit in a buffer.
         """
-        times, transfers = self._transfer_times, self._matches.transfers
         large = np.array(
             [
                 transfer.kind in SYNCHRONISING or (transfer.sent_bytes or 0) >= UNBUFFERED_BYTES
-                for transfer in transfers
+                for transfer in self._matches.transfers
             ],
             np.bool_,
         )
-        late = times.peers_ready - times.end > _CLOCK_TOLERANCE_NS + times.clock_error
+        late = self._peers_ready - self._end > _CLOCK_TOLERANCE_NS + self._clock_error
         return bool(np.any(late & large & self._matches.matched()))
 
     def split(
@@ -96,8 +125,7 @@ class WaitSplitter:
         """
         result: dict[int, list[Split]] = {rank: [] for rank in ranks}
         inconclusive = 0
-        times = self._transfer_times
-        columns = (times.end, times.all_ready, times.resolved, times.clock_error)
+        columns = (self._end, self._all_ready, self._resolved, self._clock_error)
         for transfer, link, end, ready, resolved, error in zip(
             self._matches.transfers, self._links, *(column.tolist() for column in columns), strict=True
         ):
@@ -154,11 +182,7 @@ def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
     for absent in matches.absent_peers:
         later = absent.peers_ready_ns > latest[absent.rows]
         last[absent.rows] = np.where(later, absent.last_rank, last[absent.rows])
-    return _with_peers_of_peers(matches, last, latest)
-
-
-def _with_peers_of_peers(matches: Matches, last: Int64, latest: Int64) -> Int64:
-    """Replace last partners by the peers' last partners, where a kernel of several messages waited for these."""
+    # A kernel of several messages may have waited for the last partners of its peers.
     has_repeated_peer = _has_repeated_peer(matches.transfers)
     result: Int64 = last.copy()
     transfer_index = np.concatenate((matches.sender, matches.receiver))
@@ -184,35 +208,6 @@ def link_of(transfer: Transfer, hosts: HostOfRank) -> str:
     if own_host is None or None in peer_hosts or not peer_hosts:
         return UNKNOWN_LINK
     return SAME_HOST if all(host == own_host for host in peer_hosts) else OTHER_HOST
-
-
-# --- when all were ready ------------------------------------------------------------------------------
-
-
-def _transfer_times(matches: Matches, clocks: Clocks) -> _TransferTimes:
-    """Compute the times of all transfers on the common clock, and when their partners were ready."""
-    transfers, sender, receiver = matches.transfers, matches.sender, matches.receiver
-    offset = np.array([clocks.offset_ns[transfer.rank] for transfer in transfers], np.int64)
-    start = np.array([transfer.start_ns for transfer in transfers], np.int64) + offset
-    end = np.array([transfer.end_ns for transfer in transfers], np.int64) + offset
-    peers_ready, matched = start.copy(), matches.matched()
-    np.maximum.at(peers_ready, sender, start[receiver])
-    np.maximum.at(peers_ready, receiver, start[sender])
-    for calls in matches.collective_matches:
-        peers_ready[calls] = start[calls].max(axis=0)
-    for absent in matches.absent_peers:
-        peers_ready[absent.rows] = absent.peers_ready_ns
-    own_error = _clock_error(matches, clocks)
-    all_ready, resolved, clock_error = peers_ready.copy(), matched.copy(), own_error.copy()
-    has_repeated_peer = _has_repeated_peer(transfers)
-    # Peers of peers, but no further: `ringprof.scale.pipeline.NEIGHBOURHOOD` relies on this limit.
-    for transfer_index, partner in ((sender, receiver), (receiver, sender)):
-        rows = has_repeated_peer[transfer_index]
-        np.maximum.at(all_ready, transfer_index[rows], peers_ready[partner[rows]])
-        np.maximum.at(clock_error, transfer_index[rows], own_error[partner[rows]])
-        # Where a peer's own peers are unknown, so is what may have delayed it.
-        np.logical_and.at(resolved, transfer_index[rows], matched[partner[rows]])
-    return _TransferTimes(start, end, peers_ready, all_ready, resolved, clock_error)
 
 
 def _clock_error(matches: Matches, clocks: Clocks) -> Int64:
@@ -247,9 +242,6 @@ def _has_repeated_peer(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]
     return result
 
 
-# --- links and rates ----------------------------------------------------------------------------------
-
-
 def _links(transfers: tuple[Transfer, ...], hosts: HostOfRank) -> list[str]:
     """Return the slowest link class of each transfer."""
     link_by_contents: dict[tuple[int, str, int, int, int], str] = {}
@@ -260,33 +252,6 @@ def _links(transfers: tuple[Transfer, ...], hosts: HostOfRank) -> list[str]:
             link_by_contents[key] = link_of(transfer, hosts)
         result.append(link_by_contents[key])
     return result
-
-
-def _best_rates(matches: Matches, times: _TransferTimes, links: list[str]) -> dict[LinkClass, Rate]:
-    """Return the best measured rate of each (kind, link), as (bytes, nanoseconds).
-
-    Only a kernel's own peers count here. The ready time is then never too late, so no rate exceeds what was possible.
-    """
-    size = np.array([transfer.sent_bytes or 0 for transfer in matches.transfers], np.int64)
-    copies = np.array([transfer.kind == "copy_engine" for transfer in matches.transfers], np.bool_)
-    span = times.end - times.peers_ready
-    usable = (matches.matched() | copies) & (span > 0) & (size > 0)
-    rate = np.where(usable, size / np.maximum(span, 1), 0.0)
-    classes: dict[LinkClass, int] = {}
-    code = np.array(
-        [
-            classes.setdefault((transfer.kind, link), len(classes))
-            for transfer, link in zip(matches.transfers, links, strict=True)
-        ],
-        np.int64,
-    )
-    best = {}
-    for key, number in classes.items():
-        rows = np.flatnonzero(usable & (code == number))
-        if len(rows):
-            fastest = rows[np.argmax(rate[rows])]
-            best[key] = int(size[fastest]), int(span[fastest])
-    return best
 
 
 def _split(transfer: Transfer, link: str, after_ready: int | None, best: Rate | None) -> Split:

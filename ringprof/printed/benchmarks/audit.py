@@ -49,7 +49,8 @@ GROWTH = 1.1
 PASS_RATIO = (1.5, 6.0)
 """Plausible bounds of the time of forward and backward over that of forward; the ratio of the FLOPs is 3.5."""
 
-_OPTIONS = {"batch": "--batch", "heads": "--heads", "head_dim": "--head-dim", "world_size": "--world"}
+_SETTINGS = {"batch": "batch", "heads": "heads", "head_dim": "head-dim", "world_size": "world"}
+"""Names of settings for ``--setting`` by the fields of a row."""
 _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "note": 2}
 
 
@@ -265,7 +266,7 @@ def _conflicting_rates(rows: list[LogRow]) -> list[Flag]:
         return [
             section_flag(rows, "tflops_no_settings", "error", message, None, [sum(s) / 2 for _, s in rows_with_size])
         ]
-    missing = [_OPTIONS[name] for name in missing_settings(first) if name in _OPTIONS]
+    missing = [f"--setting {_SETTINGS[name]}=N" for name in missing_settings(first) if name in _SETTINGS]
     if not missing:
         return []
     # Where only the number of GPUs is missing, it is solved for.

@@ -53,9 +53,10 @@ class BenchmarkLogs(Result):
     _frames = ("rows",)
 
     def __init__(
-        self, benchmark_logs: Sequence[BenchmarkLog], user_settings: LogSettings | None = None, spread: float = SPREAD
-    ) -> None:
-        self._audit: LogAudit = audit(benchmark_logs, user_settings, spread)
+        self, benchmark_logs: Sequence[BenchmarkLog], user_settings: LogSettings | None = None,
+        spread: float | None = None,
+    ) -> None:  # fmt: skip
+        self._audit: LogAudit = audit(benchmark_logs, user_settings, SPREAD if spread is None else spread)
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from ringprof.common.formatting import milliseconds
 from ringprof.printed.communication.bounds import Bounds, begun_by_of, bounds_of, bus_factor, sum_if_known
-from ringprof.printed.communication.match import Key, Match, Matches, match_operations
+from ringprof.printed.communication.match import Key, Match, MatchedOperations, match_operations
 from ringprof.printed.communication.operations import COMPLETED, Operation, RankLog
 from ringprof.trace.columns import Notice
 
@@ -42,7 +42,7 @@ class Lateness(msgspec.Struct, frozen=True):
     """Part of that rank."""
 
 
-class RankRow(msgspec.Struct, frozen=True):
+class RankOperations(msgspec.Struct, frozen=True):
     """Figures of one rank, summed over its operations."""
 
     rank: int
@@ -109,7 +109,7 @@ class CommLogFindings(msgspec.Struct, frozen=True):
     versions: tuple[str, ...]
     logs: tuple[RankLog, ...]
     rows: tuple[OperationRow, ...]
-    ranks: tuple[RankRow, ...]
+    ranks: tuple[RankOperations, ...]
     sizes: tuple[SizeRow, ...]
     late: tuple[Lateness, ...]
     late_by: str
@@ -178,7 +178,7 @@ _MOST_OFFSET_NS = 1_000_000_000
 """Difference of two clocks beyond which logs of two jobs are the likelier cause."""
 
 
-def _two_jobs_sentence(logs: Sequence[RankLog], matches: Matches) -> str:
+def _two_jobs_sentence(logs: Sequence[RankLog], matches: MatchedOperations) -> str:
     """Return why no rank can be judged, where logs are of two jobs by the times that they state; else empty."""
     if matches.clock_conflict is None or matches.clock_conflict[2] <= _MOST_OFFSET_NS:
         return ""
@@ -233,7 +233,7 @@ class _Latest:
 
 
 def _peer_times(
-    logs: Sequence[RankLog], by_key: dict[Key, Operation], matches: Matches
+    logs: Sequence[RankLog], by_key: dict[Key, Operation], matches: MatchedOperations
 ) -> dict[Key, tuple[int | None, int | None]]:
     """Return two times of other ranks for each operation, as `bounds_of` takes them.
 
@@ -310,7 +310,7 @@ _LONGEST_PERIOD = 2_000
 _MOST_COMPARISONS = 10_000_000
 
 
-def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]:
+def _excess(matches: MatchedOperations, by_key: Mapping[Key, Operation]) -> dict[int, int]:
     """Return each rank's time on the device beyond that of the shortest rank in the same operation, summed."""
     excess: dict[int, int] = defaultdict(int)
     for match in matches.matched:
@@ -322,12 +322,14 @@ def _excess(matches: Matches, by_key: Mapping[Key, Operation]) -> dict[int, int]
     return excess
 
 
-def _rank_row(rank: int, own: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]) -> RankRow:
+def _rank_row(
+    rank: int, own: Sequence[OperationRow], late: Sequence[Lateness], excess: Mapping[int, int]
+) -> RankOperations:
     hops = [row.operation for row in own if row.operation.is_hop]
     sent = [sum_if_known([message.size_bytes for message in hop.sends]) for hop in hops if hop.sends]
     last = [item.late_ns for item in late if item.rank == rank]
     waits = [row.bounds.wait_least_ns for row in own if row.bounds.wait_least_ns is not None]
-    return RankRow(
+    return RankOperations(
         rank=rank, operations=len(own), hops=len(hops), sent_bytes=sum_if_known(sent) if sent else 0,
         unfinished=sum(row.operation.state != COMPLETED for row in own), compared=len(late), last=len(last),
         late_median_ns=round(statistics.median(last)) if last else None, late_most_ns=max(last, default=None),
@@ -367,7 +369,9 @@ def _median_bound(field: str, bounds: Sequence[Bounds]) -> float | None:
 # --- who came late ------------------------------------------------------------------------------------
 
 
-def _lateness(matches: Matches, by_key: dict[Key, Operation], *, same_clock: bool) -> tuple[list[Lateness], str]:
+def _lateness(
+    matches: MatchedOperations, by_key: dict[Key, Operation], *, same_clock: bool
+) -> tuple[list[Lateness], str]:
     """Return the rank that came last in each complete operation, and what shows it: ``posted`` or ``time``.
 
     ``posted``: the times of posting, where the ranks' clocks agree and these times are known. ``time``: the times on
@@ -393,7 +397,12 @@ def _last(match: Match, by_key: dict[Key, Operation], field: str, sign: int) -> 
 
 
 def _standings(
-    logs: Sequence[RankLog], rows: dict[Key, OperationRow], matches: Matches, labels: dict[str, str], *, one_job: bool
+    logs: Sequence[RankLog],
+    rows: dict[Key, OperationRow],
+    matches: MatchedOperations,
+    labels: dict[str, str],
+    *,
+    one_job: bool,
 ) -> tuple[Standing, ...]:
     """Return where every rank stands in each group that has an operation which is not complete.
 
@@ -433,8 +442,8 @@ def place_of(row: OperationRow) -> str:
 
 
 def _verdict(
-    standings: Sequence[Standing], matches: Matches, rows: dict[Key, OperationRow], late: Sequence[Lateness],
-    late_by: str, labels: dict[str, str], ranks: Sequence[RankRow],
+    standings: Sequence[Standing], matches: MatchedOperations, rows: dict[Key, OperationRow], late: Sequence[Lateness],
+    late_by: str, labels: dict[str, str], ranks: Sequence[RankOperations],
 ) -> Iterable[str]:  # fmt: skip
     """Yield the sentences of the report: what is not complete and for whom it waits, who waited, and who came late."""
     disagreeing = [match for match in matches.matched if match.sizes_differ]
@@ -499,7 +508,7 @@ def _sized(operation: Operation) -> str:
 
 
 def _unfinished_sentences(
-    unfinished: Sequence[Key], standings: Sequence[Standing], matches: Matches, rows: dict[Key, OperationRow],
+    unfinished: Sequence[Key], standings: Sequence[Standing], matches: MatchedOperations, rows: dict[Key, OperationRow],
     labels: dict[str, str],
 ) -> Iterable[str]:  # fmt: skip
     count = len(unfinished)

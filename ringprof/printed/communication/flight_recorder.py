@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -22,13 +23,12 @@ from ringprof.printed.communication.operations import (
     STARTED,
     Group,
     KnownTimes,
-    Message,
     Operation,
     RankLog,
     bytes_of,
 )
 from ringprof.printed.communication.pickle_values import decode_values
-from ringprof.trace.columns import Notice
+from ringprof.trace.columns import Message, Notice
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -88,7 +88,7 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
         dump = decode_json(data, _Dump, name, _WHAT)
     if not re.fullmatch(r"2\.[0-9]{1,4}", dump.version):
         raise InputError(f"{name}: $.version is {dump.version[:20]!r}: only versions 2.x of {_WHAT} are read")
-    groups = _groups(dump)
+    groups = _groups(dump, name, budget)
     entries, notices = dump.entries, []
     from_start = not entries or entries[0].record_id == 0
     if not from_start:
@@ -106,8 +106,11 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
         notices.append(Notice("wrong_rank", f"{text}: rename the file after the rank in the job", rank))
     library = dump.comm_lib_version or dump.nccl_version
     backend = entries[0].profiling_name.partition(":")[0] if entries else ""
+    batches = sorted(_batches(entries), key=lambda batch: batch[1].record_id if not batch[0] else batch[0][0].record_id)
+    locations: dict[int, str] = {}
+    operations = [_operation(members, timed, groups, rank, locations) for members, timed in batches]
     return RankLog(
-        path=name, source="flight_recorder", rank=rank, operations=_operations(entries, groups, rank),
+        path=name, source="flight_recorder", rank=rank, operations=operations,
         groups=groups, versions=tuple(text for text in (
             f"PyTorch Flight Recorder {dump.version}",
             f"{'NCCL ' if backend == 'nccl' else ''}{library}" if library else backend,
@@ -119,6 +122,8 @@ def parse_dump(data: bytes, name: str, rank: int, budget: MemoryBudget) -> RankL
 _LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "frames")
 _VALUE_BYTES, _LENGTH_BYTES = 100, 40
 _ENTRY_BYTES = 1_500
+_RANK_BYTES = 60
+"""Memory for a character of a list of ranks, while it is split."""
 
 
 def _refuse_expansion(values: Any, name: str, budget: MemoryBudget) -> None:
@@ -139,26 +144,27 @@ def _refuse_expansion(values: Any, name: str, budget: MemoryBudget) -> None:
             )
 
 
-def _groups(dump: _Dump) -> dict[str, Group]:
-    """Return the process groups by their names, with descriptions as labels where these are unambiguous."""
+def _groups(dump: _Dump, file: str, budget: MemoryBudget) -> dict[str, Group]:
+    """Return the process groups by their names, with descriptions as labels where these are unambiguous.
+
+    Raises `MemoryLimitError` where their ranks exceed ``budget``.
+    """
     names: dict[str, str] = {name: config.desc for name, config in dump.pg_config.items()}
     names |= {entry.process_group[0]: entry.process_group[1] for entry in dump.entries}
-    labels = [*names.values()]
+    uses = Counter(names.values())
     groups = {}
+    ranks_of: dict[str, tuple[int, ...]] = {"": ()}  # Groups of a pickle can share one long text.
     for name, label in names.items():
-        config = dump.pg_config.get(name)
-        ranks = tuple(int(digits) for digits in re.findall(r"[0-9]{1,7}", config.ranks)) if config else ()
-        clear = label not in ("", "undefined") and labels.count(label) == 1
+        text = dump.pg_config[name].ranks if name in dump.pg_config else ""
+        if text not in ranks_of:
+            budget.take(_RANK_BYTES * len(text), file)
+            ranks_of[text] = tuple(int(digits) for digits in re.findall(r"[0-9]{1,7}", text))
+        ranks = ranks_of[text]
+        clear = label not in ("", "undefined") and uses[label] == 1
         groups[name] = Group(
             "world" if label == "default_pg" else label if clear else f"group {name}", ranks, len(ranks)
         )
     return groups
-
-
-def _operations(entries: Iterable[_Entry], groups: Mapping[str, Group], rank: int) -> list[Operation]:
-    """Convert the entries to operations, in the order in which they were posted."""
-    batches = sorted(_batches(entries), key=lambda batch: batch[1].record_id if not batch[0] else batch[0][0].record_id)
-    return [_operation(members, timed, groups, rank) for members, timed in batches]
 
 
 def _batches(entries: Iterable[_Entry]) -> Iterator[tuple[list[_Entry], _Entry]]:
@@ -207,8 +213,13 @@ _NAMES = {
 """Names of PyTorch's variants of a collective."""
 
 
-def _operation(members: list[_Entry], timed: _Entry, groups: Mapping[str, Group], rank: int) -> Operation:
-    """Convert the entries of one kernel to an operation; its times are those of the entry ``timed``."""
+def _operation(
+    members: list[_Entry], timed: _Entry, groups: Mapping[str, Group], rank: int, locations: dict[int, str]
+) -> Operation:
+    """Convert the entries of one kernel to an operation; its times are those of the entry ``timed``.
+
+    ``locations``: those of the frames so far, by identity.
+    """
     group, _ = timed.process_group
     ranks = groups[group].ranks
     sends: list[Message] = []
@@ -236,7 +247,8 @@ def _operation(members: list[_Entry], timed: _Entry, groups: Mapping[str, Group]
         sequence=timed.p2p_seq_id if is_hop else timed.collective_seq_id, state=state,
         sends=tuple(sends), receives=tuple(receives), size_bytes=None if is_hop else _collective_bytes(members),
         equal="" if is_hop else _equal_on_all(members),
-        timed_out=timed.retired and state != COMPLETED, location=_location(first.frames or timed.frames), **times,
+        timed_out=timed.retired and state != COMPLETED, location=_location(first.frames or timed.frames, locations),
+        **times,
     )  # fmt: skip
 
 
@@ -300,13 +312,22 @@ _MOST_FRAMES = 64
 _LIBRARY = ("/torch/", "/site-packages/torch", "<frozen")
 
 
-def _location(frames: list[Any]) -> str:
+def _location(frames: list[Any], locations: dict[int, str]) -> str:
     """Return the innermost frame outside of PyTorch; empty without frames."""
     for frame in frames[:_MOST_FRAMES]:
-        values: list[Any] = [frame.get(key) for key in ("filename", "line", "name")] if type(frame) is dict else []
-        if [*map(type, values)] != [str, int, str]:
-            continue
-        path, line, name = values
-        if path and path != "??" and not any(part in path for part in _LIBRARY):
-            return f"{path.replace(chr(92), '/').rpartition('/')[2][:80]}:{line % 10**7} {name[:80]}"
+        if id(frame) not in locations:
+            locations[id(frame)] = _location_of(frame)
+        if location := locations[id(frame)]:
+            return location
     return ""
+
+
+def _location_of(frame: Any) -> str:
+    """Return file, line and function of a frame; empty for one of PyTorch, and for what is no frame."""
+    values: list[Any] = [frame.get(key) for key in ("filename", "line", "name")] if type(frame) is dict else []
+    if [*map(type, values)] != [str, int, str]:
+        return ""
+    path, line, name = values
+    if not path or path == "??" or any(part in path for part in _LIBRARY):
+        return ""
+    return f"{path.replace(chr(92), '/').rpartition('/')[2][:80]}:{line % 10**7} {name[:80]}"

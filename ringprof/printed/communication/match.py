@@ -28,8 +28,8 @@ class Match(msgspec.Struct):
     """Whether this is one collective, of which every member is a peer of every other."""
 
 
-class Matches(msgspec.Struct):
-    """Matches of all operations of a job with those of other ranks."""
+class MatchedOperations(msgspec.Struct):
+    """MatchedOperations of all operations of a job with those of other ranks."""
 
     matched: list[Match]
     match_of: dict[Key, Match]
@@ -41,25 +41,20 @@ class Matches(msgspec.Struct):
     notices: list[Notice]
 
 
-def match_operations(logs: Sequence[RankLog]) -> Matches:
+def match_operations(logs: Sequence[RankLog]) -> MatchedOperations:
     """Match operations between ranks: collectives by their sequence numbers, messages by their order."""
-    groups = _members(logs)
+    groups: dict[str, Group] = {}
+    for log in logs:
+        for key, group in log.groups.items():
+            if key not in groups or (group.ranks and not groups[key].ranks):
+                groups[key] = group
     matches = _collectives(logs, groups)
     hops, hop_peers, notices = _hops(logs)
     conflicts = [*_conflicts_of_collectives(logs, matches), *_conflicts_of_hops(logs, hop_peers)]
     matches += hops
     match_of = {key: match for match in matches for key in match.members}
     worst = max(conflicts, key=lambda conflict: conflict[2], default=None)
-    return Matches(matches, match_of, hop_peers, worst, notices)
-
-
-def _members(logs: Sequence[RankLog]) -> dict[str, Group]:
-    groups: dict[str, Group] = {}
-    for log in logs:
-        for key, group in log.groups.items():
-            if key not in groups or (group.ranks and not groups[key].ranks):
-                groups[key] = group
-    return groups
+    return MatchedOperations(matches, match_of, hop_peers, worst, notices)
 
 
 def _collectives(logs: Sequence[RankLog], groups: dict[str, Group]) -> list[Match]:

@@ -14,8 +14,8 @@ import msgspec
 from ringprof.common.decoding import decode_json
 from ringprof.common.limits import MemoryBudget
 from ringprof.errors import InputError
-from ringprof.printed.communication.operations import COMPLETED, Group, KnownTimes, Message, Operation, RankLog
-from ringprof.trace.columns import Notice
+from ringprof.printed.communication.operations import COMPLETED, Group, KnownTimes, Operation, RankLog
+from ringprof.trace.columns import Message, Notice
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _Micros = Annotated[int, msgspec.Meta(ge=0, le=1 << 52)]

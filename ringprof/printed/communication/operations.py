@@ -6,7 +6,7 @@ from typing import TypedDict
 
 import msgspec
 
-from ringprof.trace.columns import Notice
+from ringprof.trace.columns import Message, Notice
 
 COMPLETED, STARTED, SCHEDULED = "completed", "started", "scheduled"
 HOPS = ("send_recv", "send", "recv")
@@ -19,13 +19,6 @@ ELEMENT_BYTES = {
     "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1,
 }  # fmt: skip
 """Bytes of one element by the name that torch gives a type; other types have no size here."""
-
-
-class Message(msgspec.Struct, frozen=True, gc=False):
-    """One message of a hop: the rank at its other end (-1: unknown), and its size in bytes (None: unknown)."""
-
-    peer: int
-    size_bytes: int | None
 
 
 class KnownTimes(TypedDict, total=False):

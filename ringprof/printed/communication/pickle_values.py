@@ -1,4 +1,4 @@
-"""Decoder of pickles of plain values: dictionaries, lists, tuples, text, numbers, booleans and None.
+"""Decoder of pickles of plain values: dictionaries with text as keys, lists, tuples, text, numbers, booleans and None.
 
 A pickle is a program for a small machine. Flight Recorder dumps need about thirty of its instructions, none of which
 can name a function or a class. Every other instruction is refused here, so an untrusted pickle runs no code. The
@@ -64,6 +64,14 @@ def _decode(data: bytes, name: str, most_bytes: int) -> Any:
         del stack[start:]
         return items
 
+    def add(keys: list[Any], values: list[Any]) -> None:
+        # The hash of a deeply nested tuple overflows the stack, and numbers can be chosen so that their hashes collide.
+        if {*map(type, keys)} - {str}:
+            raise InputError(f"{name}: a dictionary of the pickle has a key that is no text")
+        if type(stack[-1]) is not dict:
+            raise TypeError
+        stack[-1].update(zip(keys, values, strict=True))
+
     while True:
         if left < 0:
             raise MemoryLimitError(
@@ -105,13 +113,13 @@ def _decode(data: bytes, name: str, most_bytes: int) -> Any:
             left -= 1
         elif code == 0x75:  # SETITEMS
             items = since_mark()
-            _dict(stack[-1]).update(zip(items[::2], items[1::2], strict=True))
+            add(items[::2], items[1::2])
         elif code == 0x65:  # APPENDS
             items = since_mark()
             _list(stack[-1]).extend(items)
         elif code == 0x73:  # SETITEM
             value, key = stack.pop(), stack.pop()
-            _dict(stack[-1])[key] = value
+            add([key], [value])
         elif code == 0x61:  # APPEND
             value = stack.pop()
             _list(stack[-1]).append(value)
@@ -139,12 +147,6 @@ def _decode(data: bytes, name: str, most_bytes: int) -> Any:
                 f"{name}: a pickle with an instruction ({code:#04x}) that plain values do not need: it is not decoded,"
                 " since such a pickle can run code"
             )
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    if type(value) is not dict:
-        raise TypeError
-    return value
 
 
 def _list(value: Any) -> list[Any]:

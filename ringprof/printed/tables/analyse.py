@@ -165,7 +165,7 @@ def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: in
     return replace(
         report,
         overlap=_overlap(report, wall_ns),
-        shares=tuple(_check_share(stated, report) for stated in table.context.shares if report.total_ns),
+        shares=tuple(_check_share(stated, report) for stated in table.shares if report.total_ns),
         warnings=tuple(_warnings(report, split_warnings)),
     )
 
@@ -256,8 +256,8 @@ def _overlap(report: TableReport, user_wall_ns: int | None) -> OverlapBounds:
     times: dict[str, float] = dict(report.kinds_ns)
     if user_wall_ns is not None:
         wall, source = user_wall_ns, "given"
-    elif table.context.iteration_ns and iterations is not None:
-        wall, source = table.context.iteration_ns, "iteration_time"
+    elif table.iteration_ns and iterations is not None:
+        wall, source = table.iteration_ns, "iteration_time"
         missing /= iterations.device_range[0]
         times = {kind.kind: kind.per_iteration_ns or 0.0 for kind in report.kinds}
     elif (table.self_cpu_total_ns or 0) > 0:
@@ -321,7 +321,7 @@ def _warnings(report: TableReport, split_warnings: list[Notice]) -> list[Notice]
     if generic:
         text = f"{generic} rows are cut to a generic CUTLASS name and counted as other: they may be attention"
         warnings.append(Notice("table_names_cut", text, count=generic))
-    doubtful = sum(out.reason == "footer" for out in counted.left_out)
+    doubtful = sum(reason == "footer" for _, reason in counted.left_out)
     if doubtful:
         text = f"{doubtful} rows are left out as annotations: without them the rows add up to the footer's total"
         warnings.append(Notice("table_annotations_by_footer", text, count=doubtful))

@@ -46,14 +46,6 @@ Reason = Literal["operator", "annotation", "same_name_on_cpu", "footer"]
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOutRow:
-    """A row with device time that is not counted, with the reason."""
-
-    row: TableRow
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
 class CountedRow:
     """A row whose time is counted."""
 
@@ -85,7 +77,7 @@ class CountedRows:
     """The rows whose times add up to the device's work, and the rows that are left out."""
 
     rows: tuple[CountedRow, ...]
-    left_out: tuple[LeftOutRow, ...]
+    left_out: tuple[tuple[TableRow, Reason], ...]
     basis: Literal["kernels", "operators", "cpu"]
     """Kind of the counted rows: ``operators`` without kernel rows (torch before 1.8), ``cpu`` without a device."""
 
@@ -145,17 +137,17 @@ def select_counted_rows(table: KernelTable) -> CountedRows:
         if row.on_cpu:
             device_times_by_cpu_name.setdefault(row.name, []).append(row.self_device_ns)
     rows: list[CountedRow] = []
-    left_out = [LeftOutRow(row, "operator") for row in launchers]
+    left_out: list[tuple[TableRow, Reason]] = [(row, "operator") for row in launchers]
     for candidate in [_counted_row(row, row.self_device_ns) for row in timed if not row.on_cpu]:
         row, cpu_row_times = candidate.row, device_times_by_cpu_name.get(candidate.row.name, [])
         if _ANNOTATION.match(row.name):
-            left_out.append(LeftOutRow(row, "annotation"))
+            left_out.append((row, "annotation"))
         elif not row.cut and _OPERATOR.fullmatch(row.name):
-            left_out.append(LeftOutRow(row, "operator"))
+            left_out.append((row, "operator"))
         # The CPU row of an operator that launches a kernel of its own name has that kernel's device time. That of an
         # annotation has no device time, or the sum of the kernels inside it, which is less than its span on the device.
         elif cpu_row_times and candidate.may_be_annotation and row.self_device_ns not in cpu_row_times:
-            left_out.append(LeftOutRow(row, "same_name_on_cpu"))
+            left_out.append((row, "same_name_on_cpu"))
         else:
             rows.append(candidate)
     beyond_footer: tuple[CountedRow, ...] = ()
@@ -165,8 +157,8 @@ def select_counted_rows(table: KernelTable) -> CountedRows:
         excess = sum(row.time_ns for row in rows) - table.self_device_total_ns
         if excess > slack:
             beyond_footer = _rows_adding_up_to(excess, slack, [row for row in rows if row.may_be_annotation])
-    left_out += [LeftOutRow(candidate.row, "footer") for candidate in beyond_footer]
-    left_out.sort(key=lambda out: out.row.line)
+    left_out += [(candidate.row, "footer") for candidate in beyond_footer]
+    left_out.sort(key=lambda out: out[0].line)
     with_kinds = _kinds_from_operators([candidate for candidate in rows if candidate not in beyond_footer], launchers)
     return CountedRows(tuple(with_kinds), tuple(left_out), "kernels")
 
@@ -331,7 +323,7 @@ def count_iterations(table: KernelTable, counted: CountedRows, user_count: int |
     divisor = math.gcd(*(count.launched for count in counts)) if len(counts) > 1 else 0
     candidates: tuple[tuple[int | None, IterationSource], ...] = (
         (user_count, "given"),
-        (table.context.iterations, "log"),
+        (table.iterations, "log"),
         (steps, "profiler_steps"),
         (divisor if divisor > 1 else None, "inferred"),
     )
@@ -400,7 +392,7 @@ def _flash_counts(
     # With more forward calls than backward calls, rows are missing; with far fewer, the calls are no ring's.
     if not fewest <= most <= fewest + _MAX_GUESSES:
         return ()
-    best = min(range(fewest, most + 1), key=lambda n: (outside(n), n != table.context.world_size))
+    best = min(range(fewest, most + 1), key=lambda n: (outside(n), n != table.world_size))
     if outside(best) > 0.05 * cpu:
         return ()
     return FlashCount("flash_fwd", forward, best), FlashCount("flash_bwd", backward, best)

@@ -27,7 +27,7 @@ from ringprof.printed.tables.layout import (
     parse_time,
     scaled,
 )
-from ringprof.printed.tables.rows import MOST_ROWS, KernelTable, StatedShare, TableContext, TableRow
+from ringprof.printed.tables.rows import MOST_ROWS, KernelTable, StatedShare, TableRow
 from ringprof.trace.columns import Notice
 
 _MOST = {"dashed lines": 100_000, "kernel tables": 10_000, "rows of kernel tables": MOST_ROWS}
@@ -89,10 +89,7 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
         raise KernelTableError(f"{where}: a kernel table without a row that can be read: was the log cut off here?")
     # The text up to the next table belongs to a table; that before the first table, to the first.
     borders = pairwise([0, *(table.line - 1 for table in tables[1:]), len(lines)])
-    return [
-        replace(table, context=_read_context(lines, start, end))
-        for table, (start, end) in zip(tables, borders, strict=True)
-    ]
+    return [_with_context(table, lines, start, end) for table, (start, end) in zip(tables, borders, strict=True)]
 
 
 # --- tables of torch ---------------------------------------------------------------------------------
@@ -403,8 +400,8 @@ _PAIR = re.compile(r"\( {0,4}[-0-9.e+]{1,40}, {0,4}([0-9]{1,12}\.?[0-9]{0,12}) {
 _LISTED = {"flash": "flash", "SendRecv": "send_recv"}
 
 
-def _read_context(lines: LogLines, start: int, end: int) -> TableContext:
-    """Read the context in lines ``start`` to ``end``; the first statement on each subject counts."""
+def _with_context(table: KernelTable, lines: LogLines, start: int, end: int) -> KernelTable:
+    """Add the facts about the run in lines ``start`` to ``end``; the first statement on each subject counts."""
     shares: list[StatedShare] = []
     fractions: dict[str, tuple[float, ...]] = {}
     iteration_ns = world = iterations = None
@@ -425,4 +422,6 @@ def _read_context(lines: LogLines, start: int, end: int) -> TableContext:
         elif iterations is None and "warm" not in line.lower() and (match := _ITERATIONS.search(line)):
             iterations = int(match[1])
     completed = tuple(replace(share, parts=fractions.get(share.subject)) for share in shares)
-    return TableContext(completed, iteration_ns, world, iterations or None)
+    return replace(
+        table, shares=completed, iteration_ns=iteration_ns, world_size=world, iterations=iterations or None
+    )  # fmt: skip

@@ -68,18 +68,6 @@ class StatedShare:
 
 
 @dataclass(frozen=True)
-class TableContext:
-    """Facts about the profiled run from the text around a table."""
-
-    shares: tuple[StatedShare, ...] = ()
-    iteration_ns: int | None = None
-    """Time of one forward and backward pass, measured outside the profiler."""
-    world_size: int | None = None
-    iterations: int | None = None
-    """Number of profiled iterations; None where the text does not state it."""
-
-
-@dataclass(frozen=True)
 class KernelTable:
     """One kernel table in a file."""
 
@@ -98,5 +86,11 @@ class KernelTable:
     """The footer's device total."""
     total_step_ns: int = 0
     """Value of one unit in the last digit of the footer's device total."""
-    context: TableContext = TableContext()
+    shares: tuple[StatedShare, ...] = ()
+    """Shares that the text around the table states, like the three facts below."""
+    iteration_ns: int | None = None
+    """Time of one forward and backward pass, measured outside the profiler."""
+    world_size: int | None = None
+    iterations: int | None = None
+    """Number of profiled iterations; None where the text does not state it."""
     warnings: tuple[Notice, ...] = ()

@@ -159,7 +159,7 @@ def _table_text(report: TableReport, style: TextStyle) -> str:
         lines += ["", "the log's own summary, and the table's"]
         lines += [line for share in report.shares for line in _share_lines(share, path)]
     if left_out := report.counted.left_out:
-        names = ", ".join(dict.fromkeys(clean(out.row.stem) for out in left_out[:4]))
+        names = ", ".join(dict.fromkeys(clean(row.stem) for row, _ in left_out[:4]))
         suffix = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
         lines += ["", f"not added up, since they repeat their kernels' time: {names}{suffix}"]
     if report.warnings:
@@ -249,8 +249,8 @@ def table_dict(report: TableReport) -> JsonObject:
             "launches": [{"launch": c.launch, "launched": c.launched, "ran": c.ran} for c in iterations.counts],
         },
         "left_out": [
-            {"name": out.row.name, "line": out.row.line, "time_ns": out.row.self_device_ns, "reason": out.reason}
-            for out in report.counted.left_out
+            {"name": row.name, "line": row.line, "time_ns": row.self_device_ns, "reason": reason}
+            for row, reason in report.counted.left_out
         ],
         "claims": [
             {

@@ -62,7 +62,7 @@ class Section(NamedTuple):
 
 
 MIN_IDLE_SHARE = 0.02
-"""Least idle share of the mean wall at which the terminal report offers ``--idle``."""
+"""Least idle share of the mean wall at which the terminal report offers ``--show idle``."""
 
 
 SECTIONS = (

@@ -43,11 +43,10 @@ from ringprof.trace.kineto.collectives import (
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
 from ringprof.trace.kineto.host_rows import FORWARD_ARROW, ForwardArrows, HostRows
-from ringprof.trace.kineto.shapes import ShapeReader, has_shapes
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
 from ringprof.trace.kineto.tracks import HOST_TO_DEVICE, Tracks, launch_of_arrow
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
-from ringprof.trace.operator_flops import FORMULAS, OperatorFlops
+from ringprof.trace.operator_flops import FORMULAS, Call, OperatorFlops, Sizes, flops_of
 
 _Columns = dict[str, npt.NDArray[Any]]
 
@@ -94,6 +93,12 @@ _PIECES_PER_FLUSH = 8
 
 _SHAPE_PROBES = 16
 """Number of operators per piece that are checked for shapes: the profiler records those of all operators or of none."""
+
+_LONGEST_ARGUMENTS = 1 << 14
+"""Largest size in bytes of the arguments of one operator that are read for its shapes; PyTorch writes hundreds of
+bytes."""
+_MOST_SHAPES = 1 << 12
+"""Number of operators with their arguments whose FLOPs are cached."""
 
 _MERGED_SHARE = 20
 """Inverse of the share of rows from a second process that shows several merged ranks; damage gives a smaller share."""
@@ -183,6 +188,18 @@ def _take_or_drop(take: Callable[[int], None], host_rows: HostRows, size: int) -
             raise
 
 
+class _ShapeArgs(msgspec.Struct, gc=False):
+    """Recorded arguments of an operator as raw text."""
+
+    dims: msgspec.Raw = msgspec.field(default=EMPTY, name="Input Dims")
+    old_dims: msgspec.Raw = msgspec.field(default=EMPTY, name="Input dims")
+    types: msgspec.Raw = msgspec.field(default=EMPTY, name="Input type")
+    values: msgspec.Raw = msgspec.field(default=EMPTY, name="Concrete Inputs")
+
+
+_decode_shapes = msgspec.json.Decoder(_ShapeArgs).decode
+
+
 class Collector:
     """Collector of events, piece by piece; `tables` returns the columns of those that are kept.
 
@@ -210,7 +227,8 @@ class Collector:
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
         self.number_lists = NumberLists(self.take)
-        self._shapes = ShapeReader(self.take)
+        self._flops: dict[tuple[str, bytes, bytes, bytes], OperatorFlops | None] = {}
+        """FLOPs by operator and text of its arguments: most calls repeat those of an earlier one."""
         self._table_for = _Cache(_table_for)
         self._category = _Cache(_category)
         self._host_category = _Cache(_host_category)
@@ -238,10 +256,12 @@ class Collector:
     @property
     def is_merged(self) -> bool:
         """Whether the rows are of several ranks: several processes have many rows of one device, or many launches."""
-        devices = {device for device, _ in self._rows_by_process if device is not None}
-        rows = self._rows_by_process.items()
-        shares = [[count for (device, _), count in rows if device == index] for index in devices]
-        if len(devices) > 1:
+        counts_of: dict[object, list[int]] = {}
+        for (device, _), count in self._rows_by_process.items():
+            if device is not None:
+                counts_of.setdefault(device, []).append(count)
+        shares = list(counts_of.values())
+        if len(counts_of) > 1:
             shares.append(list(self._launches_by_process.values()))
         return any(_MERGED_SHARE * sorted(counts)[-2] > sum(counts) for counts in shares if len(counts) > 1)
 
@@ -351,9 +371,9 @@ class Collector:
     def _keep_flops(self, events: list[Event], columns: _Columns) -> None:
         """Store the FLOPs of operators whose shapes are recorded; their times are taken from ``columns``."""
         candidates = [row for row, event in enumerate(events) if event.name in FORMULAS]
-        if not any(has_shapes(events[row]) for row in candidates[:_SHAPE_PROBES]):
+        if not any(b'"Input ' in bytes(events[row].args) for row in candidates[:_SHAPE_PROBES]):
             return
-        counted = [(row, work) for row in candidates if (work := self._shapes.flops_of(events[row]))]
+        counted = [(row, work) for row in candidates if (work := self._flops_of(events[row]))]
         if not counted:
             return
         self.take(bytes_of_rows("flop_records", len(counted)))
@@ -361,6 +381,29 @@ class Collector:
         times_and_ids = {name: columns[name][rows] for name in ("start_ns", "end_ns", "name", "thread", "external_id")}
         flops = {name: np.array([getattr(work, name) for _, work in counted]) for name in OperatorFlops._fields}
         self._chunks["flop_records"].append(times_and_ids | flops)
+
+    def _flops_of(self, event: Event) -> OperatorFlops | None:
+        """Count the FLOPs of an operator; None if its shapes are not recorded or do not determine them."""
+        if event.args is EMPTY:
+            return None
+        try:
+            args = _decode_shapes(event.args)
+        except UNREADABLE:
+            return None
+        dims = args.dims if args.dims is not EMPTY else args.old_dims
+        texts = (bytes(dims), bytes(args.types), bytes(args.values))
+        if not texts[0] or sum(map(len, texts)) > _LONGEST_ARGUMENTS:
+            return None
+        key = event.name or "", *texts
+        if key in self._flops:
+            return self._flops[key]
+        dimensions, types, values = map(_list, texts)
+        call = Call([*map(_sizes, dimensions)], [*map(_text, types)], [*map(_text, values)])
+        flops = flops_of(key[0], call)
+        if len(self._flops) < _MOST_SHAPES:
+            self.take(sum(bytes_of_text(text.decode("latin-1")) for text in texts))
+            self._flops[key] = flops
+        return flops
 
     def _times(self, events: list[Event], table: str) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
         """Return start and end (without the base time) of events, and a mask of the events with usable times."""
@@ -587,3 +630,21 @@ def _first_known(value: JsonScalar, other: JsonScalar) -> JsonScalar:
 
 def _to_int32(wide: Int64) -> Int32:
     return np.where(abs(wide) < 2**31, wide, NONE).astype(np.int32)
+
+
+def _list(text: bytes) -> list[Any]:
+    """Decode a JSON list; empty if the text is not one."""
+    try:
+        return msgspec.json.decode(text, type=list[Any]) if text else []
+    except UNREADABLE:
+        return []
+
+
+def _sizes(value: object) -> Sizes:
+    """Return the shape of a tensor; empty for a list of tensors and for any other value."""
+    is_shape = isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    return tuple(value) if is_shape else ()  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -61,28 +61,21 @@ class Metadata(msgspec.Struct, frozen=True):
     backend is NCCL."""
 
 
-class TopLevelFields(NamedTuple):
-    """Values of top-level fields, by key."""
+def read_fields(text: bytes) -> tuple[JsonObject, bool]:
+    """Read the fields of a JSON object; from damaged text, those that can be recovered.
 
-    values: JsonObject
-    sound: bool
-    """Whether the whole text was valid JSON."""
-    repeated: Set[str] = frozenset()
-    """Keys that `repeated_keys` finds in it."""
-
-
-def read_fields(text: bytes) -> TopLevelFields:
-    """Read the fields of a JSON object; from damaged text, those that can be recovered."""
+    Return the values by key, and whether the whole text was valid JSON.
+    """
     try:
         raw_fields = msgspec.structs.asdict(_decode(text))
         values = {key: json.loads(bytes(raw_fields[key])) for key in _WANTED if raw_fields[key] is not EMPTY}
-        return TopLevelFields(values, True, repeated_keys(text))
+        return values, True
     except UNREADABLE:
         # Python's decoder accepts NaN and Infinity, and control characters in strings.
         with suppress(*UNREADABLE):
             fields = _LENIENT.decode(text.decode())
-            return TopLevelFields({key: fields[key] for key in _WANTED if key in fields}, True)
-        return TopLevelFields(_salvage_fields(text.decode("utf-8", "replace")), False)
+            return {key: fields[key] for key in _WANTED if key in fields}, True
+        return _salvage_fields(text.decode("utf-8", "replace")), False
 
 
 def repeated_keys(text: bytes) -> set[str]:
@@ -115,23 +108,24 @@ def close_head(head: bytes) -> bytes:
     return head + b"}" if head else b"{}"
 
 
-def read_tail(tail: bytes, *, bare_list: bool) -> tuple[TopLevelFields, bool]:
-    """Read the fields behind the event list, and return whether another list of events follows.
+def read_tail(tail: bytes, *, bare_list: bool) -> tuple[JsonObject, bool, bool]:
+    """Read the fields behind the event list like `read_fields`, and return whether another list of events follows.
 
     If one follows, a field counts only if it is in the same document as the first list and no other list is.
     Otherwise the field may belong to another rank.
     """
     if bare_list and tail.lstrip().startswith((b"[", b"{")):
-        return TopLevelFields({}, True), True
+        return {}, True, True
     # Completed to a JSON object.
     text = b"{" + (tail.strip().removeprefix(b",").lstrip() or b"}")
-    fields, second = read_fields(text), LIST_KEY.search(tail) is not None
-    for boundary in islice(_NEXT_DOCUMENT.finditer(text), 0 if fields.sound else _ATTEMPTS):
+    values, sound = read_fields(text)
+    for boundary in islice(_NEXT_DOCUMENT.finditer(text), 0 if sound else _ATTEMPTS):
         document = text[: boundary.start() + 1]
-        first_fields = read_fields(document)
-        if first_fields.sound:
-            return (TopLevelFields({}, True) if LIST_KEY.search(document) else first_fields), True
-    return (TopLevelFields({}, fields.sound) if second else fields), second
+        first_values, first_sound = read_fields(document)
+        if first_sound:
+            return {} if LIST_KEY.search(document) else first_values, True, True
+    second = LIST_KEY.search(tail) is not None
+    return {} if second else values, sound, second
 
 
 def _salvage_fields(text: str) -> JsonObject:

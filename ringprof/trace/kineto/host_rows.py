@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from ringprof.common.limits import MemoryLimitError
-from ringprof.trace.columns import NONE, Int8, Int32, Int64
+from ringprof.trace.columns import NONE, Int8, Int32, Int64, enclosing_rows
 from ringprof.trace.host_events import Columns, rows_in_idle
 from ringprof.trace.kineto.event_list import Event
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
@@ -124,25 +124,10 @@ class ForwardArrows:
             heads, position = (heads, position) if len(tails) else (heads[:0], position[:0])
             paired = number[tails[position]] == number[heads]
             heads, tails = heads[paired], tails[position[paired]]
-            call = _innermost(calls, time[heads] + base_ns, thread[heads])
+            # The profiler puts the end of an arrow at the node's own first operator, before any nested call of a node.
+            rows = calls["start_ns"], calls["end_ns"], calls["thread"]
+            call = enclosing_rows(rows, time[heads] + base_ns, thread[heads])
             inside = call != NONE
             forward_ns[call[inside]] = time[tails[inside]] + base_ns
             forward_thread[call[inside]] = thread[tails[inside]]
         return {"forward_ns": forward_ns, "forward_thread": forward_thread}
-
-
-def _innermost(calls: dict[str, Int64], points_ns: Int64, thread: Int64) -> Int64:
-    """Return the call that began last before each point on its thread and contains it, or `NONE`.
-
-    The profiler puts the end of an arrow at the node's own first operator, before any nested call of a node.
-    """
-    threads, times = np.append(calls["thread"], thread), np.append(calls["start_ns"], points_ns)
-    count = len(calls["start_ns"])
-    order = np.lexsort((np.arange(len(times)) >= count, times, threads))
-    is_call = order < count
-    latest = np.maximum.accumulate(np.where(is_call, np.arange(len(order)), NONE))
-    before = np.full(len(times), NONE, np.int64)
-    before[order] = np.where(latest == NONE, NONE, order[latest])
-    call = before[count:]
-    inside = (call != NONE) & (calls["thread"][call] == thread) & (points_ns < calls["end_ns"][call])
-    return np.where(inside, call, NONE)

@@ -15,7 +15,15 @@ from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
 from ringprof.trace.kineto.event_list import UNREADABLE, Event, EventStream, Piece, decode_events, decode_fields
 from ringprof.trace.kineto.event_tables import Collector
-from ringprof.trace.kineto.fields import Metadata, close_head, metadata_of, read_fields, read_tail, repeated_at_ends
+from ringprof.trace.kineto.fields import (
+    Metadata,
+    close_head,
+    metadata_of,
+    read_fields,
+    read_tail,
+    repeated_at_ends,
+    repeated_keys,
+)
 from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.kineto.tracks import ON_DEVICE
 from ringprof.trace.memory import bytes_of_text, take_analysis
@@ -83,8 +91,8 @@ def _read_once(source: str | bytes, name: str, budget: MemoryBudget, *, every_op
     """Read all pieces of the file once, with the metadata before and behind the event list."""
     byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
     stream = EventStream(byte_source, name, budget.limits.memory_bytes)
-    head_fields = read_fields(close_head(stream.head))
-    is_cpu_trace = head_fields.values.get("deviceProperties") == []
+    head_values, head_sound = read_fields(close_head(stream.head))
+    is_cpu_trace = head_values.get("deviceProperties") == []
     collector = Collector(lambda size: budget.take(size, name), every_operator=every_operator or is_cpu_trace)
     reading = _PassResult(collector)
     tail = b""
@@ -96,14 +104,15 @@ def _read_once(source: str | bytes, name: str, budget: MemoryBudget, *, every_op
         if reading.stopped_early:
             break
     collector.flush()
-    tail_fields, reading.second_list = read_tail(tail, bare_list=stream.list_root)
-    values = head_fields.values | tail_fields.values if tail_fields.sound else tail_fields.values | head_fields.values
+    tail_values, tail_sound, reading.second_list = read_tail(tail, bare_list=stream.list_root)
+    values = head_values | tail_values if tail_sound else tail_values | head_values
     reading.metadata = metadata_of(values)
-    reading.repeated |= head_fields.repeated | tail_fields.repeated
-    reading.repeated |= {key for key in tail_fields.values if head_fields.values.get(key, values[key]) != values[key]}
+    for text in (close_head(stream.head), b"{" + tail.strip().removeprefix(b",")):
+        reading.repeated |= repeated_keys(text)
+    reading.repeated |= {key for key in tail_values if head_values.get(key, values[key]) != values[key]}
     used_device = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
     reading.lacks_device = used_device and not collector.has_device_activities
-    reading.fields_sound = head_fields.sound and tail_fields.sound
+    reading.fields_sound = head_sound and tail_sound
     reading.damage = byte_source.damage
     return reading
 

@@ -226,9 +226,9 @@ def test_send_and_receive_have_the_bytes_and_times_of_the_hops(name: str) -> Non
 
 def test_report_lists_both_and_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     product_trace(random.Random(1), 0).write(tmp_path)
-    assert cli.run(["report", str(tmp_path), "--gemms", "--collectives"]) == 0
+    assert cli.run(["report", str(tmp_path), "--show", "gemms,collectives"]) == 0
     shown = capsys.readouterr().out
     assert "matrix products" in shown and "TFLOP/s" in shown and "collectives: none in these traces" in shown
-    assert cli.run(["report", str(TRACES / "cpu4-burst-4096"), "--gemms"]) == 0
+    assert cli.run(["report", str(TRACES / "cpu4-burst-4096"), "--show", "gemms"]) == 0
     assert "no shapes are recorded" in capsys.readouterr().out
     assert ringprof.load(TRACES / "cpu4-burst-4096").report()["summary"]["collectives"] == []

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import compare_errors, recording_spread
-from benchmarks.compare_errors import MODELS, SIZES, Model
+from dev.benchmarks import compare_errors, recording_spread
+from dev.benchmarks.compare_errors import MODELS, SIZES, Model
 from ringprof.analysis.findings.comparison import compare_measurements, recordings_to_decide
 from ringprof.analysis.findings.metric import Measurement, Metric
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread

@@ -256,7 +256,7 @@ def test_pairs_of_one_command_differ_in_at_most_5_percent(path):
 
 
 def test_47_gpu_pairs_of_one_command_are_not_different():
-    """24 and, hours later, 70 recordings on two GPUs (`benchmarks/same_command.py`): neighbours in time."""
+    """24 and, hours later, 70 recordings on two GPUs (`dev/benchmarks/same_command.py`): neighbours in time."""
     sets = [recordings(path) for path in ON_GPUS]
     assert [len(levels) for levels in sets] == [24, 70]
     pairs = [pair for levels in sets for pair in zip(levels[::2], levels[1::2], strict=True)]

@@ -6,9 +6,8 @@ import random
 
 import numpy as np
 
-from ringprof.analysis.intervals import enclosing_rows
 from ringprof.analysis.timeline.work import find_nesting
-from ringprof.trace.columns import NONE, FlopRecords
+from ringprof.trace.columns import NONE, FlopRecords, enclosing_rows
 
 
 def nested(rng, start, end, depth, thread):
@@ -43,10 +42,10 @@ def test_operators_nest_on_their_own_thread():
     for seed in range(60):
         rng = random.Random(seed)
         rows = sorted({row for thread in (5, 1, 9)[: rng.randint(1, 3)] for row in nested(rng, 0, 120, 3, thread)})
-        nesting = find_nesting(records_of(rows))
+        roots, innermost, root_row = find_nesting(records_of(rows))
         for number, row in enumerate(rows):
-            assert nesting.innermost[number] == (not any(inside(other, row) for other in rows))
-            root = rows[nesting.root_row[nesting.root[number]]]
+            assert innermost[number] == (not any(inside(other, row) for other in rows))
+            root = rows[root_row[roots[number]]]
             assert root == row or inside(row, root)
             assert not any(inside(root, other) for other in rows)
 

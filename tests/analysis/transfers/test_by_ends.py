@@ -212,9 +212,9 @@ def test_random_communicators_are_never_joined(seed):
     streams = streams_of(random, communicators)
     # The index of a transfer stands for its stream here.
     calls = [msgspec.structs.replace(stream, indices=(index,) * 5) for index, (_, stream) in enumerate(streams)]
-    communicators_found = find_communicators(calls, dict.fromkeys(range(world), "one"))
+    group_of, _ = find_communicators(calls, dict.fromkeys(range(world), "one"))
     members: dict[str | None, set[int]] = {}
-    for groups in communicators_found.group_of.values():
+    for groups in group_of.values():
         for index, (name, _) in groups.items():
             members.setdefault(name, set()).add(streams[index][0])
     assert all(len(numbers) == 1 for numbers in members.values())

@@ -12,11 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.transfers.clocks import (
-    CollectiveTimes,
-    Spread,
     Traffic,
-    TrafficSamples,
-    TrafficSummary,
+    TrafficEvidence,
     _equations,
     _fit_offsets,
     _message_interval,
@@ -181,7 +178,7 @@ def test_offset_bounds_contain_the_truth_on_random_host_splits():
         host = {rank: f"host{draw.randrange(hosts)}" for rank in ranks}
         names = hosts_in_order(host)
         traffic = collect_traffic(matches, {rank: names.index(name) for rank, name in host.items()})
-        clocks = fit_clocks({key: samples.summary() for key, samples in traffic.items()}, host)
+        clocks = fit_clocks(traffic, host)
         for pair in clocks.pairs:
             first, second = (
                 clocks.offset_ns[next(rank for rank in ranks if host[rank] == name)] for name in pair.hosts
@@ -225,26 +222,25 @@ def test_collective_of_many_hosts_aligns_all_clocks(hosts):
     true_offset = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
     begin = np.arange(40) * 1_000_000
     on_host = {
-        host: CollectiveTimes(
+        host: (
             begin + draw.integers(0, 1_000, 40) + true_offset[host],
             begin + 5_000 + draw.integers(0, 300, 40) + true_offset[host],
             begin + 5_300 + draw.integers(0, 300, 40) + true_offset[host],
         )
         for host in range(hosts)
     }
-    traffic: Traffic = defaultdict(TrafficSamples)
+    traffic: Traffic = defaultdict(TrafficEvidence)
     collect_collectives(on_host, "all_reduce", traffic)
-    summaries = {pair: samples.summary() for pair, samples in traffic.items()}
-    clocks = fit_clocks(summaries, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
+    clocks = fit_clocks(traffic, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
     assert len(clocks.pairs) == hosts * (hosts - 1) // 2
     for rank, offset in clocks.offset_ns.items():
         assert abs(offset + true_offset[rank // 8]) <= clocks.residual_ns < 200_000
 
 
 def test_many_hosts_are_compared_with_the_first_and_neighbours():
-    traffic: Traffic = defaultdict(TrafficSamples)
+    traffic: Traffic = defaultdict(TrafficEvidence)
     time = np.array([0])
-    collect_collectives({host: CollectiveTimes(time, time + 1, time + 2) for host in range(40)}, "all_reduce", traffic)
+    collect_collectives({host: (time, time + 1, time + 2) for host in range(40)}, "all_reduce", traffic)
     compared = {pair for pair, samples in traffic.items() if samples.collective_ends}
     assert compared == {(0, other) for other in range(1, 40)} | {(host, host + 1) for host in range(39)}
 
@@ -255,19 +251,19 @@ def test_many_hosts_are_compared_with_the_first_and_neighbours():
 @pytest.mark.parametrize(
     ("ends", "read"),
     [
-        (Spread(10, 30, 3), [(-20.0, 10.0 + 50_000)]),
-        (Spread(10, 30, 2), []),
-        (Spread(0, 4_000_000, 3), []),
+        ((10, 30, 3), [(-20.0, 10.0 + 50_000)]),
+        ((10, 30, 2), []),
+        ((0, 4_000_000, 3), []),
     ],
 )
 def test_one_way_ends_give_an_offset_if_three_agree_within_2_ms(ends, read):
-    estimates = _offset_estimates(0, 1, TrafficSummary(message_ends=ends), TrafficSummary())
+    estimates = _offset_estimates(0, 1, TrafficEvidence(message_ends=ends), TrafficEvidence())
     assert [(estimate.offset_ns, estimate.width_ns) for estimate in estimates] == read
 
 
 @pytest.mark.parametrize(("number", "between"), [(3, (-50_000, 50_020)), (2, (-np.inf, np.inf))])
 def test_two_way_ends_give_an_offset_interval_from_three_on(number, between):
-    a_to_b, b_to_a = (TrafficSummary(message_ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
+    a_to_b, b_to_a = (TrafficEvidence(message_ends=(*ends, number)) for ends in ((0, 10), (-20, -5)))
     assert _message_interval(a_to_b, b_to_a) == between
 
 

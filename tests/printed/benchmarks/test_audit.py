@@ -120,8 +120,9 @@ def test_missing_settings_are_not_assumed() -> None:
     assert {audited.verdict for audited in result.rows} == {"unchecked"}
     missing = [flag for flag in result.flags if flag.code == "settings_missing"]
     assert [flag.line for flag in missing] == [9, 18, 34, 43]
-    assert "--heads --head-dim --world" in missing[0].message and "160.00" in missing[0].message
-    assert "--world:" in missing[1].message
+    assert "--setting heads=N --setting head-dim=N --setting world=N: " in missing[0].message
+    assert "160.00" in missing[0].message
+    assert "without --setting world=N:" in missing[1].message
     # Even so, the first section cannot be right.
     assert ("tflops_no_settings", 1) in [(flag.code, flag.line) for flag in result.flags]
 

@@ -57,11 +57,12 @@ def test_results_equal_those_of_the_command(
     published: BenchmarkLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    options = ["--heads", "40", "--head-dim", "128", "--world", "32", "-o", str(tmp_path / "out")]
-    for form, text in (("terminal", published.to_terminal()), ("csv", published.to_csv())):
-        assert run(["logs", *NAMES, *options, "--format", form]) == 0
+    settings = ["--setting", "heads=40", "--setting", "head-dim=128", "--setting", "world=32"]
+    options = [*settings, "-o", str(tmp_path / "out")]
+    for form, text in (([], published.to_terminal()), (["--csv", "rows"], published.to_csv())):
+        assert run(["report", *NAMES, *options, *form]) == 0
         assert (tmp_path / "out").read_text(encoding="utf-8") == text
-    assert run(["logs", *NAMES, *options, "--format", "json"]) == 0
+    assert run(["report", *NAMES, *options, "--format", "json"]) == 0
     assert json.loads((tmp_path / "out").read_text()) == published.report()
 
 

@@ -13,7 +13,8 @@ from ringprof.printed.communication.analyse import OperationRow, analyse
 from ringprof.printed.communication.bounds import begun_by_of, bounds_of
 from ringprof.printed.communication.comm_log_report import load_comm_logs
 from ringprof.printed.communication.match import match_operations
-from ringprof.printed.communication.operations import Group, Message, Operation, RankLog
+from ringprof.printed.communication.operations import Group, Operation, RankLog
+from ringprof.trace.columns import Message
 from tests.paths import COMMITTED, DATA
 from tests.printed.communication.strip import Truth, stripped_splits, truth_of, write_dumps, write_inspector_files
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import resource
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -293,6 +294,11 @@ BOMBS = {
     ),
     "lists of lists of lists": b"\x80\x02}X\x07\x00\x00\x00entries" + b"]q\x01(" + b"h\x01h\x01" * 1000 + b"es.",
     "nested deeply": b"\x80\x02}X\x07\x00\x00\x00version" + b"]" * 100_000 + b"a" * 99_999 + b"s.",
+    "a tuple nested deeply as a key": b"\x80\x02})" + b"\x85" * 200_000 + b"Ns.",
+    "keys of one hash": pickle.dumps({"version": "2.10", "x": {k * (2**61 - 1): None for k in range(9)}}, 2),
+    "groups of different long texts of ranks": pickle.dumps(
+        {"version": "2.10", "pg_config": {k: {"ranks": k + "1 " * 1_000_000} for k in "abcdefghij"}}, 2
+    ),
     "a text of 4 GB": b"\x80\x02}X\xff\xff\xff\xffab",
 }  # fmt: skip
 
@@ -304,6 +310,19 @@ def test_small_hostile_pickles_are_refused_in_little_memory(name: str) -> None:
         parse_dump(BOMBS[name], "dump_0", 0, MemoryBudget(Limits(1 << 28)))
     assert "\n" not in str(refused.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700_000  # kB
+
+
+def test_what_a_dump_shares_is_read_once() -> None:
+    """Check 20,000 references to frames of one path, 500 to one text of ranks, and as many groups of own names."""
+    frame = {"filename": "x" * 1_000_000 + "/torch/", "line": 1, "name": "f"}
+    ranks = {"desc": "same", "ranks": "1 " * 500_000}
+    content = dump([entry("all_reduce", 1, 0, frames=[frame] * 64)] * 20_000)
+    content["pg_config"] |= {f"g{k}": ranks for k in range(500)} | {f"h{k}": {"desc": f"d{k}"} for k in range(20_000)}
+    begin = time.process_time()
+    log = parse(content)
+    assert time.process_time() - begin < 20  # 340 s where each reference is read again
+    assert log.groups["g499"].ranks == (1,) * 500_000 and log.groups["g7"].label == "group g7"
+    assert (log.groups["h3"].label, log.operations[0].location) == ("d3", "")
 
 
 def test_damaged_pickles_are_read_or_refused_in_one_line() -> None:

@@ -78,17 +78,18 @@ def test_conditions_apply_to_the_figures(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--html", "x.html"], ["--csv", "hops"]])
 def test_pages_and_frames_are_refused(arguments: list[str], run: Run, tmp_path: Path) -> None:
     code, text = run("report", str(dumps(tmp_path)), *arguments)
-    assert code == 2 and "communication logs have no page and no frames" in text
+    assert code == 2 and "not for communication logs" in text
     assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--layers"], ["--window", "x"], ["--group", "cp"], ["--between", "1ms,2ms"], ["--idle", "--hops"]]
+    "options",
+    [["--show layers"], ["--window x"], ["--group cp"], ["--between 1ms,2ms"], ["--top 3", "--show idle"]],
 )
-def test_options_for_traces_are_refused(arguments: list[str], run: Run, tmp_path: Path) -> None:
-    code, text = run("report", str(dumps(tmp_path)), *arguments)
-    options = ", ".join(argument for argument in arguments if argument.startswith("--"))
-    assert code == 2 and f"{options}: for traces only" in " ".join(text.split()) and text.count("\n") == 1
+def test_options_for_traces_are_refused(options: list[str], run: Run, tmp_path: Path) -> None:
+    code, text = run("report", str(dumps(tmp_path)), *" ".join(options).split())
+    names = ", ".join(option if "--show" in option else option.split()[0] for option in options)
+    assert code == 2 and f"{names}: not for communication logs" in " ".join(text.split()) and text.count("\n") == 1
 
 
 def test_other_functions_name_the_right_one(tmp_path: Path) -> None:

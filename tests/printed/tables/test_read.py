@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ringprof
 from ringprof.errors import KernelTableError
+from ringprof.printed.benchmarks.logs import BenchmarkLogs
 from ringprof.printed.tables.read import read_tables
 from ringprof.results.load import parse_any
 from ringprof.results.options import LoadOptions
@@ -59,9 +61,9 @@ def test_published_log_is_read() -> None:
     first = table.rows[0]
     assert first.cut and first.stem.startswith("void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<")
     assert (first.self_device_ns, first.calls, first.unit, first.step_ns) == (14_531_000_000, 388, "s", 1_000_000)
-    assert table.context.iteration_ns == 1_941_490_000
-    assert table.context.world_size == 32
-    assert [(share.printed, share.parts) for share in table.context.shares] == [
+    assert table.iteration_ns == 1_941_490_000
+    assert table.world_size == 32
+    assert [(share.printed, share.parts) for share in table.shares] == [
         ("0.03", (0.0138, 0.0051, 0.0044, 0.002)),
         ("0.00", ()),
     ]
@@ -210,10 +212,15 @@ def test_text_without_a_table_is_refused(text: str) -> None:
         read_tables(text.encode(), "log")
 
 
-def test_benchmark_rows_without_a_table_name_the_other_command() -> None:
-    text = (LOG.parent / "000_6ad8b6078955b01f.txt").read_text()
-    with pytest.raises(KernelTableError, match=r"ringprof logs some\.txt"):
-        parse_any(text.encode(), "some.txt", LoadOptions())
+def test_benchmark_rows_without_a_table_are_read_as_such() -> None:
+    """Rows of a log with kernel tables, too, are read on request; `load` names the function that reads them."""
+    name = LOG.parent / "000_6ad8b6078955b01f.txt"
+    assert isinstance(parse_any(name.read_bytes(), "some.txt", LoadOptions()), BenchmarkLogs)
+    with pytest.raises(KernelTableError, match=r"rows of a benchmark: read it with ringprof\.logs"):
+        ringprof.load(name)
+    both = (LOG.parent / "002_24cf2d6a9b1ed1f8.txt").read_bytes()
+    assert isinstance(parse_any(both, "both.txt", LoadOptions()), ringprof.TableAnalysis)
+    assert isinstance(parse_any(both, "both.txt", LoadOptions(), rows=True), BenchmarkLogs)
 
 
 def test_table_without_rows_error_has_the_line() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="a dry run runs strategies on shapes")
 
 import torch
 
-from benchmarks import plan_memory
+from dev.benchmarks import plan_memory
 from ringprof.dryrun import memory
 from ringprof.dryrun.memory import peak_bytes
 from ringprof.errors import UnsupportedWorkloadError
@@ -82,8 +82,8 @@ merged in their own type by one kernel. Allgather's dK and dV to be summed were 
 
 
 def measured_cases() -> list[Any]:
-    """Return the cases of benchmarks/plan_memory.py on 2 H200: MiB at the peak, and MiB in earlier workspaces."""
-    with (ROOT / "benchmarks" / "data" / "h200_plan_memory.csv").open() as file:
+    """Return the cases of dev/benchmarks/plan_memory.py on 2 H200: MiB at the peak, and MiB in earlier workspaces."""
+    with (ROOT / "dev" / "benchmarks" / "data" / "h200_plan_memory.csv").open() as file:
         rows = list(csv.DictReader(file))
     held = {x["case"]: (float(x["held_mib"]) - SAVED_SINCE.get(x["case"], 0), float(x["rest_mib"])) for x in rows}
     return [

@@ -2,83 +2,110 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
-from ringprof.errors import Interrupted, RecordError, UnsupportedWorkloadError, VerificationError
-from ringprof.ranks.rank_errors import FailedRun, RankOutcome, write_log
-from ringprof.ranks.watchdog import TIME_LIMIT
+from ringprof.errors import Interrupted, OutOfMemory, RecordError, UnsupportedWorkloadError, VerificationError
+from ringprof.ranks.rank_errors import FailedRun, RankOutcome, is_consequence, write_log
+from ringprof.ranks.watchdog import INTERRUPT, TIME_LIMIT
 
 HOSTS = ["a", "a", "b", "b"]
+NOTHING = "; nothing was recorded"
 
 
 def stopped(reason: str = "", hops: int | None = 2) -> RankOutcome:
     return RankOutcome(kind="stopped", where="iterations, step 3", hops=hops, reason=reason)
 
 
-def failed(reason: str, message: str, *, effect: bool = False) -> RankOutcome:
-    return RankOutcome(kind="failed", where="iterations, step 3", reason=reason, message=message, effect=effect)
+def failed(reason: str, message: str, hops: int | None = None) -> RankOutcome:
+    return RankOutcome(
+        kind="failed", where="iterations, step 3", hops=hops, reason=reason, message=message,
+        effect=is_consequence(reason, message),
+    )  # fmt: skip
 
 
-LOST = failed("RuntimeError", "RuntimeError: Connection closed by peer", effect=True)
-
-
-def cause(outcomes: dict[int, RankOutcome], disconnected: list[int] | None = None, *, overdue: bool = False):
-    return FailedRun(HOSTS, outcomes, disconnected or [], 60, overdue).cause()
+LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:53655"
+LOST = failed("RuntimeError", LOST_PEER)
+MINE = failed("ValueError", "ValueError: mine")
+QUOTED = failed("RecordError", f"rank 0 failed in call 1 of the attention: {LOST_PEER}")
+OWN = failed("RecordError", "rank 0 failed in call 1 of the attention: ValueError: no gloo")
+HUNG = "hung in iterations, step 3"
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "disconnected", "expected"),
+    ("facts", "expected"),
     [
-        ({0: LOST, 1: stopped(), 3: stopped()}, [2], "rank 2 on host b has gone without a word"),
-        ({0: LOST, 1: LOST}, [3, 2], "host b with ranks 2, 3 has gone"),
-        ({3: stopped()}, [0, 1, 2], "ranks 0, 1, 2 have gone without a word"),
-        ({0: LOST, 2: failed("ValueError", "ValueError: mine")}, [], "rank 2 failed: ValueError: mine"),
-        ({0: LOST, 2: failed("OutOfMemory", "out of memory")}, [], "rank 2 failed: out of memory: use a shorter"),
-        ({0: stopped("SIGTERM"), 2: failed("ValueError", "ValueError: mine")}, [], "rank 2 failed"),
-        ({1: LOST, 0: stopped("SIGTERM")}, [], "rank 1 failed: RuntimeError: Connection closed"),
-        ({0: stopped("SIGTERM")}, [], "rank 0 was stopped by SIGTERM in iterations, step 3"),
+        # Ranks of an external launcher.
+        ({"outcomes": {0: LOST, 1: stopped(), 3: stopped()}, "disconnected": [2]},
+         "rank 2 on host b has gone without a word"),
+        ({"outcomes": {0: LOST, 1: LOST}, "disconnected": [3, 2]}, "host b with ranks 2, 3 has gone"),
+        ({"outcomes": {3: stopped()}, "disconnected": [0, 1, 2]}, "ranks 0, 1, 2 have gone without a word"),
+        ({"outcomes": {0: LOST, 2: MINE}}, "rank 2 failed: ValueError: mine"),
+        ({"outcomes": {0: LOST, 2: failed("OutOfMemory", "out of memory")}},
+         "rank 2 failed: out of memory: use a shorter sequence"),
+        ({"outcomes": {0: stopped("SIGTERM"), 2: MINE}}, "rank 2 failed"),
+        ({"outcomes": {1: LOST, 0: stopped("SIGTERM")}}, f"rank 1 failed: {LOST_PEER}"),
+        ({"outcomes": {0: stopped("SIGTERM")}}, "rank 0 was stopped by SIGTERM in iterations, step 3"),
+        # Ranks whose parent knows their exit codes.
+        ({"outcomes": {0: LOST}, "statuses": {0: 3, 2: -signal.SIGKILL}}, "rank 2 was killed by SIGKILL"),
+        ({"outcomes": {0: LOST, 1: failed("OutOfMemory", "out of memory")}, "statuses": {0: 3, 1: 3}},
+         "rank 1 failed: out of memory: use a shorter sequence"),
+        ({"outcomes": {0: QUOTED}, "statuses": {0: 3, 1: 0}}, "rank 1 exited with code 0 and printed no error"),
+        ({"outcomes": {0: OWN}, "statuses": {0: 3, 1: 0}}, OWN.message),
+        ({"statuses": {0: 0, 1: 1}}, "rank 1 exited with code 1 and printed no error"),
+        *(({"outcomes": {0: failed(kind, f"{kind}: rank 1 has ended before rank 0's hop 7")}, "statuses": {0: 3, 1: 7}},
+           "rank 1 exited with code 7 and printed no error; nothing was recorded; log: ")
+          for kind in ("PeerLost", "RankRaised", "DistStoreError")),
+        ({"outcomes": {1: stopped("SIGHUP"), 0: LOST}, "statuses": {0: 3, 1: 129}},
+         "rank 1 was stopped by SIGHUP in iterations, step 3"),
+        # Ranks at the time limit: the slowest one is named, and the loss of a peer is a consequence.
+        ({"outcomes": {0: stopped(TIME_LIMIT), 1: stopped(), 3: stopped()}}, "rank 2 hung and did not answer"),
+        ({"outcomes": {0: stopped(TIME_LIMIT), 1: stopped(), 2: stopped(hops=1), 3: stopped()}},
+         f"rank 2 {HUNG}, after 1 hop: hop 2 was not posted"),
+        ({"outcomes": {0: stopped(TIME_LIMIT), 1: failed("RuntimeError", LOST_PEER, 2), 2: stopped(hops=1),
+                       3: stopped()}}, f"rank 2 {HUNG}, after 1 hop"),
+        ({"overdue": True}, "rank 0 hung and did not answer"),
+        ({"outcomes": {rank: stopped(hops=None if rank == 1 else 7) for rank in range(4)}, "overdue": True},
+         f"rank 1 {HUNG}"),
+        *(({"outcomes": {rank: stopped(hops=count) for rank, count in enumerate(hops)}, "overdue": True},
+           f"{ranks} {HUNG}, after 0 hops: hop 1 was not posted")
+          for hops, ranks in (((0, 0, 0, 0), "all 4 ranks"), ((1, 0, 2, 0), "rank 1, 3"), ((1, 1, 0, 1), "rank 2"))),
     ],
-)
-def test_cause_is_distinguished_from_its_effects(
-    outcomes: dict[int, RankOutcome], disconnected: list[int], expected: str
-) -> None:
-    error = cause(outcomes, disconnected)
-    assert isinstance(error, RecordError) and error.exit_code == 3 and str(error).startswith(expected)
-
-
-def test_interrupt_by_the_user_is_not_a_failure() -> None:
-    error = cause({1: LOST, 0: stopped("SIGINT")}, [2])
-    assert isinstance(error, Interrupted) and error.exit_code == 130
-
-
-def test_refusal_or_verification_error_keeps_its_class() -> None:
-    assert isinstance(cause({0: failed("UnsupportedWorkloadError", "odd")}), UnsupportedWorkloadError)
-    assert isinstance(cause({0: failed("VerificationError", "wrong")}), VerificationError)
-
-
-def test_slowest_rank_is_named_at_the_time_limit() -> None:
-    others = {rank: stopped() for rank in (1, 3)}
-    first = {0: stopped(TIME_LIMIT), **others}
-    assert "rank 2 hung and did not answer" in str(cause(first))
-    assert "rank 2 hung in iterations, step 3, after 1 hop: hop 2 was not posted" in str(
-        cause({**first, 2: stopped(hops=1)})
-    )
-    assert "rank 0 hung and did not answer" in str(cause({}, overdue=True))
-    lost = msgspec.structs.replace(LOST, hops=2)
-    late = {**first, 1: lost, 2: stopped(hops=1)}
-    assert "rank 2 hung in iterations, step 3, after 1 hop" in str(cause(late)), "the loss of a peer is a consequence"
+)  # fmt: skip
+def test_cause_is_distinguished_from_its_effects(facts: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    logs = tmp_path if "statuses" in facts or "overdue" in facts else None
+    error = FailedRun(HOSTS, limit_s=60, logs=logs, **facts).cause()
+    assert type(error) in (RecordError, OutOfMemory) and error.exit_code == 3 and str(error).startswith(expected)
+    if " hung " in expected:
+        kept = "" if logs is None else f"; logs kept in {logs}"
+        assert str(error).endswith(f" when the time limit of 60 s was over{NOTHING}{kept}")
+    elif logs is not None:
+        assert f"; log: {logs / 'rank'}" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("hops", "expected"),
-    [((0, 0, 0, 0), "all 4 ranks hung"), ((1, 0, 2, 0), "rank 1, 3 hung"), ((1, 1, 0, 1), "rank 2 hung")],
-)
-def test_ranks_with_equally_few_hops_are_all_named(hops: tuple[int, ...], expected: str) -> None:
-    error = cause({rank: stopped(hops=count) for rank, count in enumerate(hops)}, overdue=True)
-    assert str(error).startswith(f"{expected} in iterations, step 3, after 0 hops: hop 1 was not posted")
+    ("facts", "expected"),
+    [
+        ({"outcomes": {1: LOST, 0: stopped(INTERRUPT)}, "disconnected": [2]}, " during iterations, step 3" + NOTHING),
+        ({"outcomes": {0: stopped(INTERRUPT)}, "statuses": {0: 130}}, " during iterations, step 3" + NOTHING),
+        ({"outcomes": {0: stopped("SIGTERM"), 1: stopped("SIGTERM")}, "interrupted": True, "records": False},
+         " during iterations, step 3"),
+        ({"interrupted": True}, NOTHING),
+    ],
+)  # fmt: skip
+def test_interrupt_by_the_user_names_the_position(facts: dict[str, Any], expected: str) -> None:
+    """Interrupt while ranks run, one of them alone, and before they do; a check has nothing to record."""
+    error = FailedRun(HOSTS, **facts).cause()
+    assert (type(error), str(error), error.exit_code) == (Interrupted, f"interrupted{expected}", 130)
+
+
+@pytest.mark.parametrize(("kind", "code"), [(UnsupportedWorkloadError, 2), (VerificationError, 3)])
+def test_ringprofs_own_errors_keep_their_class_and_exit_code(kind: type[RecordError], code: int) -> None:
+    error = FailedRun(HOSTS, {0: failed(kind.__name__, "odd")}, statuses={0: 3}).cause()
+    assert (type(error), str(error), error.exit_code) == (kind, "odd", code)
 
 
 def test_the_log_has_every_rank(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 from ringprof.strategies.recurrent.kernel import Carry, Inputs, RecurrenceKernel, Saved, Shard, states_between
 from ringprof.strategies.recurrent.pieces import CHUNK, PieceKernel, Pieces, pieces_of
 from ringprof.strategies.recurrent.reference import ReferenceRecurrence
+from tests.pairs import pairs
 
 
 @pytest.mark.parametrize("decays", [False, True])
@@ -118,7 +119,7 @@ def test_a_recurrence_in_pieces_equals_the_whole(operator: str) -> None:
     torch.manual_seed(0)
     # One piece, three equal pieces, a shorter last piece, and documents of one and several pieces.
     bounds_of_cases = [(0, 40), (0, 192), (0, 150), (0, 30, 70, 200), (0, 100, 150)]
-    for bounds, receives, sends, batch in product(bounds_of_cases, [False, True], [False, True], [1, 2]):
+    for bounds, receives, sends, batch in pairs(bounds_of_cases, [False, True], [False, True], [1, 2]):
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=torch.float64)
