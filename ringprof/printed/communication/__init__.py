@@ -8,7 +8,6 @@ Modules, in the order in which a folder passes through them:
     nccl_inspector    reader of the lines of NCCL's Inspector plugin
     read              which files of a folder are such logs, and the reader of all ranks' files
     match             which operations of different ranks belong together
-    bounds            bounds on the time, the waiting and the rate of every operation
-    analyse           figures per rank and per size, who came late, and where the ranks stand in a hang
+    analyse           bounds, figures per rank and per size, who came late, and where the ranks stand in a hang
     comm_log_report   `CommLogAnalysis`, the package's public result: text, JSON, figures
 """
