@@ -39,7 +39,7 @@ from ringprof.prediction.calibration import (
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.host_model import fit_host_times
 from ringprof.prediction.machine import with_rates
-from ringprof.prediction.measure_recurrences import RecurrenceCase, curves_from, measured_curve
+from ringprof.prediction.measure_recurrences import curves_from, measured_curve, recurrence_case
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query
@@ -164,10 +164,10 @@ def _recurrences(device: str) -> list[RecurrenceCurve]:
     samples = [
         measured_curve(
             "fla",
-            RecurrenceCase(
-                row["operator"], int(row["tokens"]), int(row["heads"]), row["receives"] == "1", row["sends"] == "1"
+            recurrence_case(
+                row["operator"], int(row["tokens"]), int(row["heads"]), row["receives"] == "1", row["sends"] == "1",
+                row["phase"], row["part"],
             ),
-            row["phase"], row["part"],
             RecurrencePoint(
                 int(row["tokens"]), round(float(row["us"]) * 1e3), float(row["spread"]), float(row["host_us"])
             ),

@@ -21,7 +21,7 @@ SLOW = {
 OWN_SLOW = {
     "ringprof.report.page.html", "ringprof.report.page.pages", "ringprof.report.plots", "ringprof.report.notebook",
     "ringprof.printed.tables", "ringprof.printed.benchmarks", "ringprof.prediction", "ringprof.recording",
-    "ringprof.printed.communication.analyse",
+    "ringprof.printed.communication.analyse", "ringprof.cli.benchmark_logs",
 }  # fmt: skip
 """Modules of ringprof that a report of a trace in a terminal does not need (tests/cli/test_start.py)."""
 NOT_EVERYWHERE = {

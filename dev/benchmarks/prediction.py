@@ -23,9 +23,8 @@ from pathlib import Path
 import msgspec
 
 import ringprof
-from ringprof.prediction.calibration import Calibration, read_calibration
+from ringprof.prediction.calibration import Calibration, ModelFigures, read_calibration
 from ringprof.prediction.fit import Observed, calibrate_from, observed_run
-from ringprof.prediction.model_layers import ModelFigures
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
 from ringprof.prediction.query import Query

@@ -167,13 +167,9 @@ def _print_sizes(options: Options, cluster: Cluster) -> None:
             workload = Workload(seq=seq, heads=heads, kv_heads=options["kv_heads"] or heads, head_dim=128)
             strategy = StrategyName(STRATEGIES).convert((*options["strategies"], "zigzag")[0], None, None)
             time_of = times_on(read_calibration(options["machine"]), workload, strategy, cluster)
-        result = plan(mask["documents"], world, options["cp_sizes"], options["tokens_per_rank"], time_of)
-    labelled = [
-        *((str(row.size), row) for row in result.sizes), ("all", result.total),
-        (f"all on {result.largest_alone.size}", result.largest_alone),
-    ]  # fmt: skip
+        plans = plan(mask["documents"], world, options["cp_sizes"], options["tokens_per_rank"], time_of)
     if form == "json":
-        rows = [{"ranks": label, **vars(row)} for label, row in labelled]
+        rows = [{"ranks": label, **vars(row)} for label, row in plans.items()]
         print_or_write(rows_json("ringprof.cp-sizes/1", rows), output)
         return
     timed = options["machine"] is not None
@@ -183,7 +179,7 @@ def _print_sizes(options: Options, cluster: Cluster) -> None:
             percent(row.flops_share), f"{row.sequences:,}", f"{row.steps:,}", percent(row.filled),
             f"{row.busiest:.3f}", *(["-" if row.time_ns is None else duration(row.time_ns)] if timed else []),
         ]
-        for label, row in labelled
+        for label, row in plans.items()
     ]  # fmt: skip
     columns = (*_SIZE_COLUMNS, Column("predicted\nattention")) if timed else _SIZE_COLUMNS
     lengths = mask["documents"]
@@ -191,6 +187,6 @@ def _print_sizes(options: Options, cluster: Cluster) -> None:
         f"{len(lengths):,} documents of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} together, on"
         f" {world} ranks of {options['tokens_per_rank']:,} tokens"
     )
-    reasons = [f"no time on {label}: {row.reason}" for label, row in labelled if row.reason]
+    reasons = [f"no time on {label}: {row.reason}" for label, row in plans.items() if row.reason]
     text = "\n".join([heading, "", Table("", columns, table).text(text_style(output)), *reasons])
     print_or_write(text + "\n", output)

@@ -10,6 +10,7 @@ import click
 
 from ringprof.cli.progress import show_progress
 from ringprof.cli.values import Number, Whole
+from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import Limits
 from ringprof.errors import UsageError, nearest
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ringprof.printed.benchmarks.rows import LogSettings
 
 _COUNT = Whole(min=1)
-LOG_SETTINGS: dict[str, click.ParamType[Any]] = {
+LOG_SETTINGS: Mapping[str, click.ParamType[Any]] = {
     "batch": _COUNT, "heads": _COUNT, "head-dim": _COUNT, "world": _COUNT, "causal": click.BOOL,
     "device": click.STRING, "gpus-per-node": Whole(1, 1024), "nic": Number(min=0, min_open=True),
 }  # fmt: skip
@@ -31,7 +32,7 @@ def is_benchmark(loaded: object) -> TypeGuard[BenchmarkLogs]:
     return type(loaded).__name__ == "BenchmarkLogs"
 
 
-def settings_of(texts: Iterable[str]) -> dict[str, Any]:
+def settings_of(texts: Iterable[str]) -> JsonObject:
     """Parse values of ``--setting``, ``KEY=VALUE``. Raises `UsageError` and `click.BadParameter`."""
     settings = {}
     for text in texts:

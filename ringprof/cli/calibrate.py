@@ -115,6 +115,8 @@ def command(
         refuse_unused(words, unused=("runs", "kernels", "parts", "seconds"))
     else:
         refuse_unused(" goes with --model", unused=("tokens",))
+    if runs:
+        refuse_unused(": not with recorded runs, which are not measured again", unused=("kernels", "parts", "seconds"))
     if rates:
         print_or_write(_rates_text(form, output, **sizes), output)
         return

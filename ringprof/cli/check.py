@@ -61,7 +61,10 @@ def command(**options: Any) -> int:
     """
     form = options.pop("form")
     if options.pop("of_model"):
-        return _check(CheckRequest(of_model=True, **_model_options(options)), form)
+        kept = ("target", "device", "world", "time_limit")
+        words = ": not with --model, whose function brings its own batch and mask"
+        refuse_unused(words, used=(*kept, "form", "of_model"))
+        return _check(CheckRequest(of_model=True, **{name: options[name] for name in kept}), form)
     if options["layout"] is None:
         raise UsageError(
             "--layout is missing: which tokens each rank holds, such as zigzag (--model finds it by itself)"
@@ -72,14 +75,6 @@ def command(**options: Any) -> int:
     del options["window_size"]
     options["layout"] = LAYOUT_ALIASES.get(options["layout"], options["layout"])
     return _check(CheckRequest(backward=not options.pop("forward_only"), **options), form)
-
-
-def _model_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a check of a model. Raises `UsageError` where an option of an attention is set."""
-    kept = ("target", "device", "world", "time_limit")
-    words = ": not with --model, whose function brings its own batch and mask"
-    refuse_unused(words, used=(*kept, "form", "of_model"))
-    return {name: options[name] for name in kept}
 
 
 def _check(request: CheckRequest, form: str) -> int:

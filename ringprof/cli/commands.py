@@ -230,14 +230,16 @@ def run(args: list[str]) -> int:
         return _fail(f"{path}{error.strerror or error}", 2)
 
 
-_RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--gpus", "--num-gpus", "--ranks")
-"""Options of other launchers for the number of ranks."""
-
-
+_RANKS = (
+    "--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--gpus", "--num-gpus", "--ranks", "--nodes",
+    "--gpus-per-node",
+)  # fmt: skip
+"""Options for the number of ranks of other launchers, and of predictions."""
 _FORMER_OPTIONS = {
-    "--hosts": "nodes", "--gpus-per-host": "gpus-per-node", "--ranks-per-host": "ranks-per-node", "--check": "against",
+    "--hosts": "--nodes", "--gpus-per-host": "--gpus-per-node", "--ranks-per-host": "--ranks-per-node",
+    "--check": "--against", "--world": "--nodes and --gpus-per-node", "--measure": "ringprof calibrate --rates",
 }  # fmt: skip
-"""Options by their former names."""
+"""Present options, or the command, by former options."""
 _NUMBERS = {
     r"is not a valid (?:float|number)\.": "is not a number", r"is not a valid integer\.": "is not a whole number",
     r"is not in the range (.*)\.": r"is not \1",
@@ -265,8 +267,13 @@ def _meant_option(name: str, command: click.Command) -> str:
     formats = options["form"].type if "form" in options else None
     if isinstance(formats, click.Choice) and name[2:] in formats.choices:
         return f"use --format {name[2:]}"
-    if any(f"--{_FORMER_OPTIONS.get(name)}" in option.opts for option in command.params):
-        return f"now --{_FORMER_OPTIONS[name]}"
+    now = _FORMER_OPTIONS.get(name, "")
+    if now.startswith("ringprof") or any(now.partition(" ")[0] in option.opts for option in command.params):
+        return f"now {now}"
+    from ringprof.cli.benchmark_logs import LOG_SETTINGS  # imported here, since few command lines are wrong
+
+    if "settings" in options and (setting := name[2:].removeprefix("no-")) in LOG_SETTINGS:
+        return f"now --setting {setting}=VALUE"
     show = next((option for option in command.params if option.name == "show"), None)
     if show is not None and name[2:] in show.type.kind.choices:  # type: ignore[attr-defined]
         return f"now --show {name[2:]}"

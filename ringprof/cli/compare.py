@@ -71,8 +71,11 @@ def command(
     if saved or (is_prediction(base) and any(map(_is_table, others))):
         _print_scores(base, others, form, output)
         return 0
+    sides: list[str | list[str]] = [*paths]
+    if "vs" in paths:
+        sides = [list(side) for is_vs, side in groupby(paths, lambda path: path == "vs") if not is_vs]
     with show_progress("reading") as notify:
-        comparison = compare(*_sides(paths), reading=replace(reading, notify=notify), same_work=same_work)
+        comparison = compare(*sides, reading=replace(reading, notify=notify), same_work=same_work)
     refuse_unread(entry.source for entry in comparison.entries)
     scores = _scores_of_run(base, others)
     if form == "json":
@@ -121,10 +124,3 @@ def _scores_of_run(base: str, others: Sequence[str]) -> list[Scored] | None:
         return score(read_forecasts(base), others) if is_prediction(base) else None
     except RingprofError:
         return None
-
-
-def _sides(paths: Sequence[str]) -> list[str | list[str]]:
-    """Group the paths between the words ``vs``; without the word, each path is a side of its own."""
-    if "vs" not in paths:
-        return [*paths]
-    return [list(side) for is_vs, side in groupby(paths, lambda path: path == "vs") if not is_vs]

@@ -33,10 +33,9 @@ from ringprof.prediction.fit import observed_run
 from ringprof.prediction.measured import read_rows, unknown_columns
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict, prediction_dict
-from ringprof.prediction.prediction_page import document
 from ringprof.prediction.query import Query, find_run
 from ringprof.prediction.score import check_rows, check_text
-from ringprof.prediction.text import PART_LABELS, prediction_text, step_text
+from ringprof.prediction.text import PART_LABELS, document, prediction_text, step_text
 from ringprof.prediction.what_if import Changes, WhatIf, what_if
 from ringprof.prediction.whole_steps import predict_step, step_dict
 from ringprof.report.page.html import render as page
@@ -226,10 +225,15 @@ def _print_replay(options: Options, chosen: Container[str]) -> None:
             raise UsageError(f"--{name} auto: does not go with --replay: name one, or leave the option out")
     run = find_run(options["replay"])
     machine = read_calibration(options["machine"]) if options["machine"] else base_for(run.environment.devices[0])
+    slow = {}
+    for name, value in _pairs(options["slow"], "--slow"):
+        rank = whole(name)
+        if rank is None:
+            raise UsageError(f"--slow {name!r}: write RANK=FACTOR, such as 3=1.25")
+        slow[rank] = _factor("--slow", value)
     changes = Changes(
         links={_LINKS.get(name, name): _factor("--link", value) for name, value in _pairs(options["links"], "--link")},
-        slow={_rank(name): _factor("--slow", value) for name, value in _pairs(options["slow"], "--slow")},
-        kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), hosts_of=options["ranks_per_host"],
+        slow=slow, kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), hosts_of=options["ranks_per_host"],
         kernel=None if options["kernel"] == "auto" else options["kernel"],
         hops=None if options["hops"] == "auto" else options["hops"],
         kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
@@ -294,13 +298,6 @@ def _pairs(texts: tuple[str, ...], option: str) -> list[tuple[str, str]]:
             raise UsageError(f"{option} {text!r}: write NAME=FACTOR")
         pairs.append((name, value))
     return pairs
-
-
-def _rank(text: str) -> int:
-    rank = whole(text)
-    if rank is None:
-        raise UsageError(f"--slow {text!r}: write RANK=FACTOR, such as 3=1.25")
-    return rank
 
 
 def _factor(option: str, text: str) -> float:

@@ -30,9 +30,8 @@ from ringprof.cli.values import (
     Tokens,
     Whole,
 )
-from ringprof.common.json_object import Options
 from ringprof.errors import RecordError
-from ringprof.recording import RecordRequest, record
+from ringprof.recording import record
 from ringprof.report.text import duration, rate, shell_words
 from ringprof.run import Run
 
@@ -80,7 +79,15 @@ def command(**options: Any) -> int:
     ringprof record --strategy dcp --phase decode --kv-length 1m --batch 32 --kv-heads 8
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
-    request = _request(options)
+    seq = 1 if options["seq"] is None and options["phase"] == "decode" else options["seq"]
+    if seq is None:
+        raise click.UsageError("Missing option '--seq'.")
+    same_names = ("kernel", "cuda_graph", "profile_iters", "output", "force", "time_limit")
+    request = request_of(
+        options, seq=seq, strategy=options["strategy"], backward=not options["forward_only"],
+        params=params_of(options["params"], "KEY=VALUE"), cp_sizes=tuple(options["cp_sizes"] or ()),
+        **{name: options[name] for name in same_names},
+    )  # fmt: skip
 
     def work(rank: int) -> int:
         with reporter() as progress:
@@ -100,15 +107,3 @@ def headline(run: Run) -> str:
     assert time_ns is not None and tflops is not None
     kernel = (run.kernel or "a kernel of its own") + ("" if run.verification else ", not verified")
     return f"{run.name}: {duration(time_ns)} per iteration, {rate(tflops)} per device ({kernel})"
-
-
-def _request(options: Options) -> RecordRequest:
-    seq = 1 if options["seq"] is None and options["phase"] == "decode" else options["seq"]
-    if seq is None:
-        raise click.UsageError("Missing option '--seq'.")
-    same_names = ("kernel", "cuda_graph", "profile_iters", "output", "force", "time_limit")
-    return request_of(
-        options, seq=seq, strategy=options["strategy"], backward=not options["forward_only"],
-        params=params_of(options["params"], "KEY=VALUE"), cp_sizes=tuple(options["cp_sizes"] or ()),
-        **{name: options[name] for name in same_names},
-    )  # fmt: skip

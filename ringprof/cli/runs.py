@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringprof.cli.write import say
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import InputError
+from ringprof.report.listing import Field
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import TextStyle, clean, csv_text, duration, rate
 from ringprof.run import Run, read_run
@@ -18,16 +19,23 @@ from ringprof.trace.inputs import GROUP_FOLDER
 if TYPE_CHECKING:
     import pandas as pd
 
-RUN_COLUMNS = (
-    "path", "created", "strategy", "seq", "world_size", "ranks_per_host", "kernel", "dtype", "iteration_ms", "tflops",
-    "verified",
-)  # fmt: skip
+_FIELDS = (
+    Field("path", column=Column("run", folds=True), shown=clean),
+    Field("created", column=Column("recorded (UTC)", drop=3), shown=lambda time: clean(time[:16].replace("T", " "))),
+    Field("strategy", column=Column("strategy"), shown=lambda name: clean(name or "own program")),
+    Field("seq", column=Column("tokens", "count")),
+    Field("world_size", column=Column("ranks", "count")),
+    Field("ranks_per_host"),
+    Field("kernel", column=Column("kernel", drop=4), shown=lambda name: clean(name or "-")),
+    Field("dtype", column=Column("type", drop=2), shown=lambda name: name or "-"),
+    Field(
+        "iteration_ms", column=Column("iteration", drop=1), shown=lambda ms: "-" if ms is None else duration(ms * 1e6)
+    ),
+    Field("tflops", column=Column("per device"), shown=lambda value: "-" if value is None else rate(value)),
+    Field("verified", column=Column("verified", drop=5), shown={True: "yes", False: "WRONG", None: "no"}.get),
+)
+RUN_COLUMNS = tuple(field.key for field in _FIELDS)
 """Fields in JSON and CSV; null or empty if a run does not have the value."""
-_COLUMNS = (
-    Column("run", folds=True), Column("recorded (UTC)", drop=3), Column("strategy"), Column("tokens", "count"),
-    Column("ranks", "count"), Column("kernel", drop=4), Column("type", drop=2), Column("iteration", drop=1),
-    Column("per device"), Column("verified", drop=5),
-)  # fmt: skip
 
 
 def list_runs(folders: Sequence[str]) -> list[JsonObject] | None:
@@ -40,9 +48,12 @@ def list_runs(folders: Sequence[str]) -> list[JsonObject] | None:
     files = [path for of_folder in paths for path in of_folder]
     if not all(paths) or all(GROUP_FOLDER.fullmatch(path.parent.name) for path in files):
         return None
-    runs = {str(path.parent): _read(path) for path in files}
-    rows = [_fields(path, run) for path, run in runs.items() if isinstance(run, Run)]
-    problems = [problem for problem in runs.values() if isinstance(problem, InputError)]
+    rows, problems = [], []
+    for path in files:
+        try:
+            rows.append(_fields(str(path.parent), read_run(path)))
+        except InputError as error:
+            problems.append(error)
     if not rows:
         raise problems[0]
     for problem in problems:
@@ -65,15 +76,10 @@ def runs_frame(rows: Sequence[JsonObject]) -> pd.DataFrame:
 def runs_text(rows: Sequence[JsonObject], style: TextStyle) -> str:
     """Format a list of runs as a table, and say which is the newest."""
     newest = f"the newest of these {len(rows)} runs" if len(rows) > 1 else "the only run here"
-    table = Table("", _COLUMNS, [_cells(row) for row in rows]).text(style)
+    fields = [field for field in _FIELDS if field.column]
+    cells = [[field.shown(row[field.key]) if field.shown else row[field.key] for field in fields] for row in rows]
+    table = Table("", [field.column for field in fields if field.column], cells).text(style)
     return f"{table}\n\n{newest}: {clean(rows[0]['path'])}\n\n"
-
-
-def _read(path: Path) -> Run | InputError:
-    try:
-        return read_run(path)
-    except InputError as error:
-        return error
 
 
 def _fields(path: str, run: Run) -> JsonObject:
@@ -87,14 +93,3 @@ def _fields(path: str, run: Run) -> JsonObject:
         run.verification.passed if run.verification else None,
     )  # fmt: skip
     return dict(zip(RUN_COLUMNS, values, strict=True))
-
-
-def _cells(row: JsonObject) -> list[Any]:
-    """Format the cells of one run in the order of `_COLUMNS`."""
-    time_ms, tflops = row["iteration_ms"], row["tflops"]
-    return [
-        clean(row["path"]), clean(row["created"][:16].replace("T", " ")), clean(row["strategy"] or "own program"),
-        row["seq"], row["world_size"], clean(row["kernel"] or "-"), row["dtype"] or "-",
-        "-" if time_ms is None else duration(time_ms * 1e6), "-" if tflops is None else rate(tflops),
-        {True: "yes", False: "WRONG", None: "no"}[row["verified"]],
-    ]  # fmt: skip

@@ -25,6 +25,12 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
+def flops_in_words(tera: float, per: str = "") -> str:
+    """Return FLOPs with a unit that fits: ``523 TFLOP/s``, ``41.2 GFLOP/s``."""
+    unit, prefix = next(((unit, prefix) for unit, prefix in ((1e3, "P"), (1, "T")) if tera >= unit), (1e-3, "G"))
+    return f"{three_digits(tera / unit)} {prefix}FLOP{per}"
+
+
 _MOST_DECIMALS = 6
 """Decimals of the smallest numbers: a nanosecond in ms."""
 

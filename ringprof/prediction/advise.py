@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,11 +13,10 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
-from ringprof.common.formatting import percent, rounded_percent, rounded_time
+from ringprof.common.formatting import percent, rounded_percent, rounded_time, significant
 from ringprof.common.json_object import JsonObject
 from ringprof.errors import RingprofError, UnknownStrategyError, UnsupportedWorkloadError, nearest
 from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.experiment import deciding_experiment
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import (
     DRAWS,
@@ -82,14 +81,8 @@ class Choice:
         return label_of(self.prediction.query)
 
 
-@dataclass(frozen=True)
-class Point:
-    """Predictions of the `compared` choices at another length, NIC rate or number of hosts."""
-
-    value: float
-    """Tokens, Gbit/s or number of hosts."""
-    predictions: tuple[PredictionResult, ...]
-    """One prediction per compared choice, in their order."""
+Point = tuple[float, Sequence[PredictionResult]]
+"""Tokens, Gbit/s or number of hosts, and the predictions of the `compared` choices there, in their order."""
 
 
 @dataclass(frozen=True)
@@ -99,25 +92,26 @@ class Advice:
     choices: tuple[Choice, ...]
     refused: tuple[tuple[str, str], ...]
     """Pairs of (label, reason) of candidates that cannot be predicted."""
-    lengths: tuple[Point, ...]
-    """Points by number of tokens."""
-    nics: tuple[Point, ...]
-    """Points by NIC rate in Gbit/s; empty on one host."""
-    hosts: tuple[Point, ...]
-    """Points by number of hosts for the same workload; empty where only one host can be predicted."""
+    points: Mapping[str, Sequence[Point]]
+    """Points by number of ``tokens``, by NIC rate in Gbit/s (``nic``; none on one host) and by number of ``hosts`` for
+    the same workload (none where only one host can be predicted)."""
 
     @property
     def first(self) -> Choice:
         """The fastest choice that fits into memory."""
         return self.choices[0]
 
-    def hidden_from_tokens(self) -> float | None:
-        """Return the length from which the first choice's transfers are hidden; None if at no length examined."""
-        return _first_hidden(self.lengths)
-
-    def hidden_from_gbit(self) -> float | None:
-        """Return the NIC rate from which the first choice's transfers are hidden; None if at no rate examined."""
-        return _first_hidden(self.nics)
+    def hidden_from(self, axis: str) -> float | None:
+        """Return the value of an axis of `points` from which the first choice's transfers are hidden; None if the last
+        one does not hide them."""
+        points = self.points[axis]
+        excess = [predictions[0].exposed_share - HIDDEN for _, predictions in points]
+        if not points or excess[-1] > 0:
+            return None
+        last = max((index for index, share in enumerate(excess) if share > 0), default=None)
+        if last is None:
+            return points[0][0]
+        return _zero_crossing(points[last][0], points[last + 1][0], excess[last], excess[last + 1])
 
     def undecided(self) -> list[Choice]:
         """Return the choices that fit and are not slower than the first one in four of five cases."""
@@ -174,8 +168,8 @@ class Advice:
             record_them = " (ringprof bench --until-decided records the choices on one node)"
             here = record_them if first.query.cluster.hosts == 1 else ""
             return f"no input that one or two GPUs can measure is likely to change the order{here}"
-        experiment, rival = max(experiments, key=lambda pair: pair[0].probability)
-        return f"{rival.label} may be faster: {experiment.sentence()}"
+        (_, sentence), rival = max(experiments, key=lambda pair: pair[0][0])
+        return f"{rival.label} may be faster: {sentence}"
 
     def what_to_measure(self) -> str:
         """Name the input whose measurement would narrow the first choice's interval most."""
@@ -216,15 +210,17 @@ def advise(
     to_compare = [choice.prediction for choice in compared(choices)]
     gbit = cluster.nic_gbit
     sweeps: dict[str, Sequence[float]] = {
-        "lengths": [
+        "tokens": [
             int(workload.seq * factor) for factor in _LENGTH_FACTORS if factor >= 1 or workload.documents is None
         ],
-        "NICs": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
+        "nic": [gbit * factor for factor in _NIC_FACTORS] if gbit is not None and cluster.hosts > 1 else [],
         "hosts": sorted({round(cluster.hosts * factor) for factor in _HOST_FACTORS} - {0})
         if gbit is not None or cluster.hosts > 1 else [],
     }  # fmt: skip
-    points = (tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items())
-    return Advice(choices, refusals, *points)
+    points = {
+        axis: tuple(_sweep(axis, values, to_compare, machine, schedule_of, notify)) for axis, values in sweeps.items()
+    }
+    return Advice(choices, refusals, points)
 
 
 def ranked_choices(
@@ -358,20 +354,20 @@ def _sweep(
     axis: str, values: Sequence[float], predictions: Sequence[PredictionResult], machine: Calibration,
     schedule_of: ScheduleOf, notify: Notify,
 ) -> Iterator[Point]:  # fmt: skip
-    """Yield the predictions at each value of an axis (``lengths``, ``NICs``, ``hosts``) that is not refused.
+    """Yield the predictions at each value of an axis of `Advice.points` that is not refused.
 
     A prediction from few ranks is multiplied by the ratio of the two kinds at the unchanged query: all ranks, as in
     ``predictions``, over few ranks.
     """
 
     def changed(query: Query, value: float) -> Query:
-        if axis == "lengths":
+        if axis == "tokens":
             workload, documents = query.workload, query.workload.documents
             if documents is not None:
                 # A longer batch holds the documents several times.
                 documents = documents * (int(value) // workload.seq)
             return replace(query, workload=msgspec.structs.replace(workload, seq=int(value), documents=documents))
-        changes: JsonObject = {"nic_gbit": value} if axis == "NICs" else {"hosts": int(value)}
+        changes: JsonObject = {"nic_gbit": value} if axis == "nic" else {"hosts": int(value)}
         return replace(query, cluster=replace(query.cluster, **changes))
 
     def predicted(query: Query) -> PredictionResult:
@@ -390,18 +386,7 @@ def _sweep(
                 point = predicted(query)
                 scaled = point.time.scaled(prediction.time, few_ranks_time)
                 points.append(replace(point, time=scaled) if point.few_ranks else point)
-            yield Point(value, tuple(points))
-
-
-def _first_hidden(points: Sequence[Point]) -> float | None:
-    """Return the value from which the exposed share stays below `HIDDEN`; None if the last point exceeds it."""
-    excess = [point.predictions[0].exposed_share - HIDDEN for point in points]
-    if not points or excess[-1] > 0:
-        return None
-    last = max((index for index, share in enumerate(excess) if share > 0), default=None)
-    if last is None:
-        return points[0].value
-    return _zero_crossing(points[last].value, points[last + 1].value, excess[last], excess[last + 1])
+            yield value, points
 
 
 def compared(choices: Sequence[Choice]) -> list[Choice]:
@@ -423,9 +408,9 @@ def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:
     crossing_points = []
     for other in range(1, _MAX_COMPARED):
         log_ratios = [
-            (point.value, math.log(point.predictions[other].median_ns / point.predictions[0].median_ns),
-             max(_TIE, _Z * _spread_of_ratio(point.predictions[0], point.predictions[other])))
-            for point in points if len(point.predictions) > other
+            (value, math.log(predictions[other].median_ns / predictions[0].median_ns),
+             max(_TIE, _Z * _spread_of_ratio(predictions[0], predictions[other])))
+            for value, predictions in points if len(predictions) > other
         ]  # fmt: skip
         distinct = [(value, log_ratio) for value, log_ratio, tie in log_ratios if abs(log_ratio) > tie]
         crossing_points += [
@@ -481,8 +466,8 @@ def advice_dict(advice: Advice) -> JsonObject:
         ],
         "inputs": prediction_dict(advice.first.prediction)["inputs"],
         "refused": [{"label": label, "reason": reason} for label, reason in advice.refused],
-        "hidden_from_tokens": advice.hidden_from_tokens(),
-        "hidden_from_gbit": advice.hidden_from_gbit(),
+        "hidden_from_tokens": advice.hidden_from("tokens"),
+        "hidden_from_gbit": advice.hidden_from("nic"),
         "undecided": [choice.label for choice in advice.undecided()],
         "why_not_the_second": advice.why_not_the_second(),
         "commands": advice.commands(),
@@ -552,3 +537,87 @@ def framework_flags(query: Query) -> dict[str, str]:
             f"--parallelism.context_parallel_degree {size} --parallelism.context_parallel_load_balancer {balancer}"
         )
     return flags
+
+
+# --- the measurement on one or two GPUs that is most likely to overturn the order ---
+
+_LEAST_PROBABILITY = 0.01
+"""Probability below which a measurement counts as unable to overturn the order."""
+_EQUAL = 1e-6
+"""Difference of shifts up to which an input moves both times alike."""
+
+
+_INPUTS: dict[str, tuple[str, str, int, Callable[[PredictionResult], float | None]]] = {
+    "forward kernel": ("the kernel's forward time on the blocks of {}", "kernels", 1, lambda _: None),
+    "backward kernel": ("the kernel's backward time on the blocks of {}", "kernels", 1, lambda _: None),
+    "memory": ("the rate of merges and copies", "memory", 1, lambda prediction: prediction.machine.memory_gb_s.value),
+    "host": ("the host's launch times", "host", 1, lambda _: None),
+    "same_host": (
+        "the rate of hops inside a node", "links", 2, lambda prediction: prediction.machine.same_host.hop_gb_s.value,
+    ),
+    "other_host": (
+        "the rate between two nodes", "ringprof record --strategy ring on two nodes, then ringprof calibrate RUN", 2,
+        lambda prediction: (
+            prediction.machine.other_host.total_gb_s.value if prediction.query.cluster.nic_gbit is None
+            else prediction.query.cluster.nic_gbit / 8
+        ),
+    ),
+}  # fmt: skip
+"""Uncertain inputs that one or two GPUs can measure.
+
+What is measured, where ``{}`` stands for a strategy; the part of `ringprof calibrate` or the command that measures it;
+the number of GPUs that it needs; and the assumed rate in GB/s, None for times of kernels and hosts.
+"""
+
+
+def deciding_experiment(first: PredictionResult, second: PredictionResult) -> tuple[float, str] | None:
+    """Return the measurement that most likely makes ``second`` the faster one: the probability of such a result, by the
+    input's spread, and the measurement as a sentence. None if no input is likely to.
+
+    An input's standard deviation moves both times, each by the share that depends on it. So the log ratio of the times
+    shifts by the difference of the two, and a shift as large as the predicted log ratio overturns the order.
+    """
+    log_ratio = math.log(second.median_ns / first.median_ns)
+    variances = first.variance_by_input, second.variance_by_input
+    experiments = []
+    for name, (measured, part, gpus, gb_s) in _INPUTS.items():
+        shifts = [math.sqrt(by_input.get(name, 0.0)) for by_input in variances]
+        shift = shifts[1] - shifts[0]
+        if abs(shift) < _EQUAL:
+            continue
+        deviations = -log_ratio / shift
+        probability = NormalDist().cdf(-abs(deviations))
+        spread = _spread(name, first, second, shifts)
+        if probability >= _LEAST_PROBABILITY and spread:
+            less_known = (first, second)[shift > 0].query.strategy
+            sentence = (
+                f"{measured.format(less_known)} (on {'one GPU' if gpus == 1 else 'two GPUs'}:"
+                f" {part if ' ' in part else f'ringprof calibrate --parts {part} -o machine.json'}):"
+                f" {_result(gb_s(first), math.exp(deviations * spread))} would put it first, with a probability of"
+                f" {percent(probability, 0)}"
+            )
+            experiments.append((gpus, probability, sentence))
+    # Of equally likely ones, the one with fewer GPUs is cheaper.
+    best = max(experiments, key=lambda item: (round(item[1], 2), -item[0]), default=None)
+    return best and best[1:]
+
+
+def _spread(name: str, first: PredictionResult, second: PredictionResult, shifts: list[float]) -> float:
+    """Return the standard deviation of an input's log time: its shift over the share of the time that depends on it."""
+    prediction, shift = max(zip((first, second), shifts, strict=True), key=lambda pair: pair[1])
+    breakdown = prediction.breakdown
+    if name == "host":
+        return prediction.time.host.spread
+    if name.endswith(" kernel"):
+        part = breakdown.phases.get(name.removesuffix(" kernel"), {}).get("kernel", 0.0)
+    else:
+        part = breakdown.total(name)
+    return shift * breakdown.whole_ns / part if part else 0.0
+
+
+def _result(gb_s: float | None, factor: float) -> str:
+    """Describe the measured value that changes a time by ``factor``; a rate changes by its inverse."""
+    if gb_s is None:
+        return f"a time {rounded_percent(abs(factor - 1))} {'longer' if factor > 1 else 'shorter'} than assumed"
+    limit = "at most" if factor > 1 else "at least"
+    return f"{limit} {significant(gb_s / factor, 3)} GB/s ({significant(gb_s, 3)} assumed)"

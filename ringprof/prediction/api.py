@@ -13,7 +13,7 @@ from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject
 from ringprof.common.validation import refuse_below_one
 from ringprof.errors import UsageError
-from ringprof.prediction import prediction_page, recommendation_text
+from ringprof.prediction import recommendation_text
 from ringprof.prediction.advise import Advice, advice_dict
 from ringprof.prediction.advise import advise as _advise
 from ringprof.prediction.as_run import write_prediction
@@ -22,7 +22,7 @@ from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, prediction_dict
 from ringprof.prediction.predict import predict as _predict
 from ringprof.prediction.query import Query
-from ringprof.prediction.text import part_labels, prediction_text
+from ringprof.prediction.text import document, part_labels, prediction_text
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
 from ringprof.report.result import Result
@@ -146,8 +146,8 @@ class Prediction(Result):
     @property
     def verdict(self) -> list[str]:
         """Predicted time with its interval, then what limits it and what the prediction does not cover."""
-        document = prediction_page.document(self.prediction)
-        return [document.headline, *document.verdict]
+        sections = document(self.prediction)
+        return [sections.headline, *sections.verdict]
 
     @property
     def plot(self) -> PredictionPlots:
@@ -163,7 +163,7 @@ class Prediction(Result):
         return prediction_text(self.prediction, style or TextStyle())
 
     def _page(self) -> str:
-        return page(prediction_page.document(self.prediction))
+        return page(document(self.prediction))
 
     def __repr__(self) -> str:
         low, middle, high = self.interval_ms

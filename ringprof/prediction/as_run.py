@@ -113,6 +113,15 @@ def run_of(prediction: PredictionResult, traces: list[RankTrace], command: Seque
 def trace_of(prediction: PredictionResult, program: Program, timeline: Timeline) -> JsonObject:
     """Return one rank's trace in the format of torch's profiler."""
     cluster, machine = prediction.query.cluster, prediction.machine
+    host = list(accumulate(host_ns(machine, kernel_figures(machine, prediction.query), program)))
+    writer = _Writer(prediction, program, timeline, _ORIGIN_NS + round(min(prediction.lead_ns, host[-1])))
+    events, begin = list[_Event](), _ORIGIN_NS
+    for op_index, op in enumerate(program.ops):
+        # The host finishes issuing an operation before the device starts it.
+        end = max(begin + 100, _ORIGIN_NS + round(host[op_index]))
+        events += writer.op_events(op_index, op, begin, end)
+        begin = end
+    events.append(writer.range("ringprof::iteration", _ORIGIN_NS, begin))
     return {
         "schemaVersion": 1,
         "deviceProperties": [
@@ -124,22 +133,8 @@ def trace_of(prediction: PredictionResult, program: Program, timeline: Timeline)
         "distributedInfo": {"backend": "nccl", "rank": program.rank, "world_size": cluster.size, "pg_config": []},
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": 0,
-        "traceEvents": list(_events(prediction, program, timeline)),
+        "traceEvents": events,
     }  # fmt: skip
-
-
-def _events(prediction: PredictionResult, program: Program, timeline: Timeline) -> Iterator[_Event]:
-    machine = prediction.machine
-    host = list(accumulate(host_ns(machine, kernel_figures(machine, prediction.query), program)))
-    origin = _ORIGIN_NS + round(min(prediction.lead_ns, host[-1]))
-    writer = _Writer(prediction, program, timeline, origin)
-    begin = _ORIGIN_NS
-    for op_index, op in enumerate(program.ops):
-        # The host finishes issuing an operation before the device starts it.
-        end = _ORIGIN_NS + round(host[op_index])
-        yield from writer.op_events(op_index, op, begin, max(begin + 100, end))
-        begin = max(begin + 100, end)
-    yield writer.range("ringprof::iteration", _ORIGIN_NS, begin)
 
 
 class _Writer:
@@ -208,7 +203,11 @@ class _Writer:
             for name, (key, peer) in call.items():
                 calls.append({"Collective name": name, key: peer, **_sizes(comm_op, size, size)})
         else:
-            args = _collective_args(rank, comm_op)
+            (piece,), name = comm_op.messages, _COLLECTIVE_NAMES[comm_op.operation]
+            total = piece * len(comm_op.members)
+            sizes = {"all_gather": (piece, total), "reduce_scatter": (total, piece)}
+            sent_and_received = sizes.get(comm_op.operation, (total, total))
+            args = {"Collective name": name, "Rank": rank, **_sizes(comm_op, *sent_and_received)}
             calls.append(args)
         for call in calls:
             yield _slice("cpu_op", "record_param_comms", 0, _THREAD, begin, begin + 1, {"Rank": rank, **call})
@@ -220,13 +219,6 @@ def _neighbours(rank: int, comm_op: CommStart) -> tuple[int, int]:
     """Return the ranks that a hop goes to and comes from."""
     position = comm_op.members.index(rank)
     return comm_op.members[(position + 1) % len(comm_op.members)], comm_op.members[position - 1]
-
-
-def _collective_args(rank: int, comm_op: CommStart) -> JsonObject:
-    (piece,) = comm_op.messages
-    total = piece * len(comm_op.members)
-    sizes = {"all_gather": (piece, total), "reduce_scatter": (total, piece)}.get(comm_op.operation, (total, total))
-    return {"Collective name": _COLLECTIVE_NAMES[comm_op.operation], "Rank": rank, **_sizes(comm_op, *sizes)}
 
 
 def _sizes(comm_op: CommStart, sent: int, received: int) -> JsonObject:

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ringprof.common.decoding import decode_json, read_small
-from ringprof.errors import InputError, UsageError, nearest
+from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError, nearest
 from ringprof.kernel_rates import BUNDLED, KernelRate, machine_file
-from ringprof.prediction.model_layers import PHASES, ModelFigures
 from ringprof.workload.workload import Size
 
 _SCHEMA = "ringprof.calibration/1"
@@ -200,12 +199,12 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     post_us: Value
     """The start of an NCCL hop."""
     wait_us: Value
-    collective_us: Value | None = None
-    """The start of a collective; None means `post_us`."""
-    copy_us: Value | None = None
-    """The start of a hop by copy engine; None means `post_us`."""
-    autograd_us: Value | None = None
-    """Overhead of a backward pass beyond its operations; None means 0."""
+    collective_us: Value
+    """The start of a collective."""
+    copy_us: Value
+    """The start of a hop by copy engine."""
+    autograd_us: Value
+    """Overhead of a backward pass beyond its operations."""
     host_variation: Value = msgspec.field(
         default=Value(0.095, 0.3, "assumed", "as ranks of recorded runs of 2 H200"), name="unlike"
     )
@@ -434,3 +433,92 @@ def base_for(device: str) -> Calibration:
         if machine.device == device:
             return machine
     return assumed_calibration(device, device, 132, 80 << 30)
+
+
+# --- a model outside attention ---
+
+Phase = Literal["forward", "backward", "optimizer"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+REACH = 2.0
+"""Factor by which a prediction's tokens per rank may lie outside the measured lengths."""
+Time = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+
+
+class ModelStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase of the steps of a model with one and with two layers over equally many tokens: nanoseconds outside
+    attention."""
+
+    phase: Phase
+    tokens: Size
+    """Tokens of one device, all sequences of a batch together."""
+    one_layer_ns: Time
+    two_layers_ns: Time
+    spread: Annotated[float, msgspec.Meta(ge=0, le=2)]
+    """Standard deviation over the steps, as a fraction of the time."""
+    count: Size
+
+    @property
+    def layer_ns(self) -> float:
+        """Nanoseconds that one more layer takes."""
+        return max(0.0, self.two_layers_ns - self.one_layer_ns)
+
+    @property
+    def rest_ns(self) -> float:
+        """Nanoseconds of what the model has once: embeddings, the head and the loss."""
+        return max(0.0, self.one_layer_ns - self.layer_ns)
+
+
+class ModelFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured steps of one model on one device."""
+
+    target: str
+    """``module:function`` that created the model."""
+    device: str
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    dtype: str
+    layer_bytes: Size
+    """Bytes of one layer's parameters; gradients have as many."""
+    rest_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    """Bytes of the parameters that the model has once."""
+    attention_calls: dict[str, int]
+    """Attention calls of one layer in a step, ``forward`` and ``backward``; two forward calls where the layer is
+    computed again in the backward pass."""
+    attention_ns: dict[str, list[tuple[int, float]]]
+    """Nanoseconds of one attention call over all tokens of the device, by pass, as pairs of tokens and time."""
+    steps: list[ModelStep]
+
+    def times_ns(self, phase: Phase, tokens: int) -> tuple[float, float, float]:
+        """Return the time per layer, the time of the rest, both in nanoseconds, and the standard deviation of a layer's
+        time as a fraction of it.
+
+        Between measured lengths the times are interpolated. Beyond, the nearest time is scaled by the tokens, except
+        the optimizer's. Raises `UnsupportedWorkloadError` beyond `REACH` times the measured lengths.
+        """
+        steps = sorted((step for step in self.steps if step.phase == phase), key=lambda step: step.tokens)
+        shortest, longest = steps[0], steps[-1]
+        if not shortest.tokens / REACH <= tokens <= longest.tokens * REACH:
+            raise UnsupportedWorkloadError(
+                f"{tokens} tokens per GPU: the layers of {self.target} were measured with {shortest.tokens} to"
+                f" {longest.tokens} (ringprof calibrate --model, --tokens)"
+            )
+        low = max((step for step in steps if step.tokens <= tokens), default=shortest, key=lambda step: step.tokens)
+        high = min((step for step in steps if step.tokens >= tokens), default=longest, key=lambda step: step.tokens)
+        spread = max(_difference_spread(low), _difference_spread(high))
+        if low.tokens == high.tokens:
+            scale = 1.0 if phase == "optimizer" else tokens / low.tokens
+            return scale * low.layer_ns, scale * low.rest_ns, spread
+        share = (tokens - low.tokens) / (high.tokens - low.tokens)
+        layer_ns, rest_ns = (
+            (1 - share) * a + share * b for a, b in ((low.layer_ns, high.layer_ns), (low.rest_ns, high.rest_ns))
+        )
+        return layer_ns, rest_ns, spread
+
+
+def _difference_spread(step: ModelStep) -> float:
+    """Return the standard error of a layer's time, the difference of two medians, as a fraction of it."""
+    if not step.layer_ns:
+        return 0.0
+    error_ns: float = step.spread * (step.one_layer_ns**2 + step.two_layers_ns**2) ** 0.5 / step.count**0.5
+    return min(1.0, error_ns / step.layer_ns)

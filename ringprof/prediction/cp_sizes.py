@@ -7,7 +7,7 @@ sequence on each group of so many ranks; sequences with similar work share a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,13 @@ class SizePlan:
     """Why the time cannot be predicted."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A batch on several sizes, and the same batch with every sequence on the largest one."""
-
-    sizes: list[SizePlan]
-    total: SizePlan
-    """All sizes together; ``size`` is the number of ranks."""
-    largest_alone: SizePlan
-
-
 def plan(
     lengths: Sequence[int], world: int, sizes: Sequence[int], capacity: int, time_of: TimeOf | None = None
-) -> Plan:
+) -> dict[str, SizePlan]:
     """Plan a batch of documents of these ``lengths`` on ``world`` ranks of ``capacity`` tokens.
+
+    The keys are the sizes that have documents, ``all`` for them together, and ``all on N`` for the same batch with
+    every sequence on the largest size.
 
     ``sizes`` are the allowed numbers of ranks per document, in any order. Without ``time_of``, times are None.
     Raises `UsageError` for a size that does not divide the world, and for a document longer than the largest size
@@ -87,7 +80,8 @@ def plan(
         for size, documents in by_size.items() if documents
     ]  # fmt: skip
     largest = max(sizes)
-    return Plan(plans, _total(plans, world), _size_plan(largest, list(lengths), lengths, world, capacity, time_of))
+    alone = _size_plan(largest, list(lengths), lengths, world, capacity, time_of)
+    return {**{str(row.size): row for row in plans}, "all": _total(plans, world), f"all on {largest}": alone}
 
 
 def packed(documents: Sequence[int], capacity: int) -> list[Documents]:
@@ -112,21 +106,15 @@ def _pairs(documents: Sequence[int]) -> int:
     return sum(length * (length + 1) // 2 for length in documents)
 
 
-def _steps(documents: Sequence[int], size: int, world: int, capacity: int) -> Iterator[list[Documents]]:
-    """Yield the sequences of each step, the most work first."""
-    sequences = sorted(packed(documents, size * capacity), key=_pairs, reverse=True)
-    groups = world // size
-    for first in range(0, len(sequences), groups):
-        yield sequences[first : first + groups]
-
-
 def _size_plan(
     size: int, documents: Sequence[int], lengths: Sequence[int], world: int, capacity: int, time_of: TimeOf | None
 ) -> SizePlan:
     """Return the plan of the documents that run on ``size`` ranks, of a batch of ``lengths``."""
-    steps = list(_steps(documents, size, world, capacity))
+    # The sequences of each step, the most work first.
+    sequences, at_once = sorted(packed(documents, size * capacity), key=_pairs, reverse=True), world // size
+    steps = [sequences[first : first + at_once] for first in range(0, len(sequences), at_once)]
     busiest = [step[0] for step in steps]
-    pairs, groups = _pairs(documents), world // size
+    pairs = _pairs(documents)
     time_ns = reason = None
     try:
         time_ns = None if time_of is None else _time_ns(busiest, size, time_of)
@@ -135,8 +123,8 @@ def _size_plan(
     return SizePlan(
         size=size, documents=len(documents), documents_share=len(documents) / len(lengths),
         tokens_share=sum(documents) / sum(lengths), flops_share=pairs / _pairs(lengths),
-        sequences=sum(map(len, steps)), steps=len(steps), filled=sum(documents) / (len(steps) * world * capacity),
-        busiest=sum(map(_pairs, busiest)) * groups / pairs,
+        sequences=len(sequences), steps=len(steps), filled=sum(documents) / (len(steps) * world * capacity),
+        busiest=sum(map(_pairs, busiest)) * at_once / pairs,
         time_ns=time_ns, reason=reason,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist, fmean, pstdev
 
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from ringprof.dryrun.schedule import CommStart, ComputeOp, MemoryOp, Op, Program, RecurrenceOp
-from ringprof.prediction.calibration import Calibration, Host, HostPass, KernelFigures, Value, unmeasured_kernel
+from ringprof.prediction.calibration import Calibration, HostPass, KernelFigures, Value, unmeasured_kernel
 from ringprof.prediction.recurrence_curves import RECURRENCE_PASS_US, recurrence_curves_of
 
 _START_KINDS = {"send_recv": "post_us", "chain": "post_us", "copy": "copy_us"}
@@ -73,14 +73,10 @@ def host_ns(calibration: Calibration, kernel: KernelFigures, program: Program) -
 
 
 def times_us(calibration: Calibration, kernel: KernelFigures) -> dict[str, float]:
-    """Return microseconds per kind; a field that older files lack falls back to the most similar one."""
-    host = calibration.host
-    fallbacks = {"collective_us": host.post_us, "copy_us": host.post_us}
-    values = {
-        name: getattr(host, name) or fallbacks.get(name) for name in host.__struct_fields__ if name.endswith("_us")
-    }
-    values |= {name: getattr(kernel, name) for name in _KERNEL_KINDS if getattr(kernel, name)}
-    return {name: 0.0 if value is None else value.value for name, value in values.items()}
+    """Return microseconds per kind; a kernel's own times come before those of the machine."""
+    kinds = [name for name in calibration.host.__struct_fields__ if name.endswith("_us")]
+    own = {name: value for name in _KERNEL_KINDS if (value := getattr(kernel, name))}
+    return {name: (own.get(name) or getattr(calibration.host, name)).value for name in kinds}
 
 
 def _first_backward(program: Program) -> int | None:
@@ -94,21 +90,19 @@ def _first_backward(program: Program) -> int | None:
 def fit_host_times(base: Calibration, passes: Sequence[HostPass], source: str) -> Calibration:
     """Fit host time per operation to measured passes and store both; least squares of relative errors."""
     kernels = sorted({host_pass.kernel for host_pass in passes})
-    usual: dict[str, float] = {}
+    # A column per kind; times of kernels have one per kernel.
+    usual: dict[tuple[str, str], float] = {}
     for name in kernels:
-        for kind, us in times_us(base, _kernel(base, name)).items():
-            usual[_column(name, kind)] = us or 1.0
-    columns = list(usual)
+        figures = next((kernel for kernel in base.kernels if kernel.name == name), unmeasured_kernel(name))
+        for kind, us in times_us(base, figures).items():
+            usual[name if kind in _KERNEL_KINDS else "", kind] = us or 1.0
     rows = np.array([
-        [
-            host_pass.kinds.get(_kind(column), 0) if _column(host_pass.kernel, _kind(column)) == column else 0
-            for column in columns
-        ]
+        [host_pass.kinds.get(kind, 0) if kernel in ("", host_pass.kernel) else 0 for kernel, kind in usual]
         for host_pass in passes
     ], dtype=float)  # fmt: skip
     variation = base.host.host_variation.value
     measured = np.array([host_pass.us / slowest_ratio(host_pass.ranks, variation) for host_pass in passes])
-    prior = np.array([usual[column] for column in columns])
+    prior = np.array(list(usual.values()))
     prior *= float(np.median(measured / (rows @ prior)))
     system = np.vstack([rows / measured[:, None], _PRIOR_WEIGHT * np.diag(1 / prior)])
     fitted = np.linalg.lstsq(
@@ -117,8 +111,7 @@ def fit_host_times(base: Calibration, passes: Sequence[HostPass], source: str) -
     fitted = np.maximum(fitted, 0.1 * prior)
     error = max(math.sqrt(float(np.mean((rows @ fitted / measured - 1) ** 2))), _MIN_SPREAD)
     # Each kind's standard deviation after the fit: the passes, and the relative error of its usual proportion before.
-    usual_values = (getattr(base.host, _kind(column)) for column in columns)
-    spreads = np.array([max(_MIN_PRIOR_SPREAD, 0.0 if value is None else value.spread) for value in usual_values])
+    spreads = np.array([max(_MIN_PRIOR_SPREAD, getattr(base.host, kind).spread) for _, kind in usual])
     counts_per_us = rows / measured[:, None]
     precision = counts_per_us.T @ counts_per_us / error**2 + np.diag(1 / (spreads * prior) ** 2)
     stds_us = np.sqrt(np.diag(np.linalg.inv(precision)))
@@ -127,10 +120,17 @@ def fit_host_times(base: Calibration, passes: Sequence[HostPass], source: str) -
     values = {
         column: Value(round(float(fitted_us), 2), round(min(math.hypot(std_us / fitted_us, slowest_spread), 1.0), 3),
                       *(("measured", source) if is_measured else ("assumed", _UNMEASURED_SOURCE)))
-        for column, fitted_us, std_us, is_measured in zip(columns, fitted, stds_us, has_passes, strict=True)
+        for column, fitted_us, std_us, is_measured in zip(usual, fitted, stds_us, has_passes, strict=True)
     }  # fmt: skip
     host = msgspec.structs.replace(base.host, pass_spread=round(min(math.hypot(error, slowest_spread), 1.0), 3))
-    return _with_values(msgspec.structs.replace(base, host=host, passes=list(passes)), values, kernels)
+    of_kernel = {
+        name: {kind: values[name, kind] for kind in _KERNEL_KINDS} for name in kernels
+    }  # fmt: skip
+    host = msgspec.structs.replace(
+        host, **{kind: value for (kernel, kind), value in values.items() if not kernel}, **of_kernel[kernels[0]]
+    )
+    kernel_figures = [msgspec.structs.replace(kernel, **of_kernel.get(kernel.name, {})) for kernel in base.kernels]
+    return msgspec.structs.replace(base, host=host, passes=list(passes), kernels=kernel_figures)
 
 
 def slowest_ratio(ranks: int, variation: float) -> float:
@@ -144,31 +144,3 @@ def _slowest_spread(ranks: int, variation: float) -> float:
     generator = random.Random(0)
     slowest = [max(generator.gauss(1.0, variation) for _ in range(ranks)) for _ in range(2000)]
     return pstdev(slowest) / fmean(slowest)
-
-
-def _with_values(base: Calibration, values: Mapping[str, Value], kernels: Sequence[str]) -> Calibration:
-    """Return ``base`` with the fitted values in its host and its kernels."""
-    shared = {name: values[name] for name in Host.__struct_fields__ if name in values}
-    first = {name: values[_column(kernels[0], name)] for name in _KERNEL_KINDS}
-    kernel_figures = [
-        msgspec.structs.replace(kernel, **{name: values[_column(kernel.name, name)] for name in _KERNEL_KINDS})
-        if kernel.name in kernels else kernel
-        for kernel in base.kernels
-    ]  # fmt: skip
-    return msgspec.structs.replace(
-        base, host=msgspec.structs.replace(base.host, **shared, **first), kernels=kernel_figures
-    )  # fmt: skip
-
-
-def _kernel(calibration: Calibration, name: str) -> KernelFigures:
-    """Return the named kernel, or a placeholder if the calibration has none."""
-    return next((kernel for kernel in calibration.kernels if kernel.name == name), unmeasured_kernel(name))
-
-
-def _column(kernel: str, kind: str) -> str:
-    """Return the name of a column of the fit; times of kernels have one column per kernel."""
-    return f"{kernel}:{kind}" if kind in _KERNEL_KINDS else kind
-
-
-def _kind(column: str) -> str:
-    return column.rpartition(":")[2]

@@ -32,9 +32,8 @@ from ringprof.prediction.calibration import KernelSample
 Floats = npt.NDArray[np.float64]
 
 _TILE = 128
-_SHAPE = (
-    "phase", "batch", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences",
-)  # fmt: skip
+SHAPE = ("phase", "batch", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences")
+"""Fields that a block and a sample share."""
 MAX_OCTAVES_ABOVE, MAX_OCTAVES_BELOW = 6.0, 2.0
 """Largest distance in one size, in powers of two, of a block above and below its nearest sample."""
 EXTRAPOLATED_SPREAD = 1.2
@@ -60,6 +59,15 @@ class Estimate:
     spread: float
     extrapolated: bool = False
     """Whether the block is a piece of a mask shorter than all samples, so that the form alone gives the time."""
+
+
+def block_of(
+    phase: str, q: int, kv: int, heads: int, kv_heads: int, head_dim: int = 128, *, causal: bool
+) -> AttentionOp:  # fmt: skip
+    """Return a block of one batch entry."""
+    return AttentionOp(
+        label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 class OutsideCalibration(UsageError):
@@ -88,7 +96,7 @@ class Curve:
             raise OutsideCalibration(f"kernel {name!r}: nothing measured of this phase")
         self.name, self._pieces = name, pieces
         self._samples, self._multiprocessors = list(samples), multiprocessors
-        self._blocks = [AttentionOp(label="", **{name: getattr(sample, name) for name in _SHAPE}) for sample in samples]
+        self._blocks = [AttentionOp(label="", **{name: getattr(sample, name) for name in SHAPE}) for sample in samples]
         self._log_ns = np.log([sample.ns * cool_speedup(sample) for sample in samples])
         self._noise = np.array([max(0.01, sample.spread) for sample in samples])
         self._coordinates = np.array([_coordinates(block) for block in self._blocks])

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
 
 from ringprof.dryrun.schedule import AttentionOp, ComputeOp, MemoryOp, Program
 from ringprof.kernel_rates import KernelRate
-from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Value
+from ringprof.prediction.calibration import Calibration, KernelFigures, Value
 from ringprof.prediction.host_model import host_ns
-from ringprof.prediction.kernel_model import Curve, Estimate, OutsideCalibration
+from ringprof.prediction.kernel_model import SHAPE, Curve, Estimate, OutsideCalibration, block_of
 from ringprof.prediction.network import Links
-from ringprof.prediction.recurrence_curves import RecurrenceCurves
+from ringprof.prediction.recurrence_curves import RecurrenceCurves, cached
 from ringprof.prediction.simulator import BlockTime
 
 GATHER_RATE, SCATTER_RATE, FILL_RATE = 0.86, 0.35, 0.75
@@ -45,10 +46,13 @@ JITTER = 0.01
 """Relative standard deviation of a block's time from one call to the next."""
 
 
+_shape_of = attrgetter(*SHAPE)
+
+
 class Curves:
     """Fitted curves of one kernel on one machine, with a cache of their estimates; see `Curve` for ``pieces``."""
 
-    def __init__(self, calibration: Calibration, kernel: str, *, pieces: bool = False) -> None:
+    def __init__(self, calibration: Calibration, kernel: str, pieces: bool = False) -> None:  # noqa: FBT001, FBT002
         self.kernel: KernelFigures = calibration.kernel(kernel)
         self._calibration, self._pieces = calibration, pieces
         self._curves: dict[tuple[str, int], Curve] = {}
@@ -56,14 +60,15 @@ class Curves:
 
     def estimate(self, block: AttentionOp) -> Estimate:
         """Estimate a block's time on a hot device. Raises `OutsideCalibration`."""
-        key = (
-            block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal,
-            block.pairs, block.sequences,
-        )  # fmt: skip
+        key = _shape_of(block)
         if key not in self._estimates:
             rate = self.kernel.cache_gb_s
             if rate is not None and reads_cache(block):
-                self._estimates[key] = self._cache_estimate(block, rate)
+                # Reading its keys and values bounds the call.
+                call = self._calibration.memory_op_us
+                ns, call_ns = cache_bytes(block) / rate.value, 1e3 * call.value
+                spread = math.hypot(ns * rate.spread, call_ns * call.spread) / (ns + call_ns)
+                self._estimates[key] = Estimate(ns + call_ns, spread)
             elif block.pairs is not None and not self.has_masked(block.phase):
                 plain = self._curve(block.phase, block.head_dim, masked=False).estimate(block)
                 ratio = MASKED_OVER_PLAIN[block.phase]
@@ -79,12 +84,6 @@ class Curves:
         """Return whether calls of documents and windows were measured."""
         return any(sample.phase == phase and sample.pairs is not None for sample in self.kernel.samples)
 
-    def _cache_estimate(self, block: AttentionOp, rate: Value) -> Estimate:
-        """Estimate a call that is bound by reading its keys and values."""
-        call = self._calibration.memory_op_us
-        ns, call_ns = cache_bytes(block) / rate.value, 1e3 * call.value
-        return Estimate(ns + call_ns, math.hypot(ns * rate.spread, call_ns * call.spread) / (ns + call_ns))
-
     def _curve(self, phase: str, head_dim: int, *, masked: bool) -> Curve:
         """Return the curve of a phase and head size; fit it on first use."""
         name = f"{self.kernel.name} {phase}{' of documents and windows' if masked else ''}"
@@ -96,15 +95,13 @@ class Curves:
             if samples and head_dim not in head_dims:
                 raise OutsideCalibration(f"kernel {name!r} is calibrated for head_dim {head_dims}, not {head_dim}")
             samples = [sample for sample in samples if sample.head_dim == head_dim]
+            slowdown, kernel = self._calibration.slowdown, self.kernel
             self._curves[name, head_dim] = Curve(
-                name, samples, self._calibration.multiprocessors, self._cool_speedup, pieces=self._pieces
-            )
+                name, samples, self._calibration.multiprocessors,
+                lambda sample: slowdown(kernel, 1.0, None) / slowdown(kernel, sample.utilisation, sample.busy_s),
+                pieces=self._pieces,
+            )  # fmt: skip
         return self._curves[name, head_dim]
-
-    def _cool_speedup(self, sample: KernelSample) -> float:
-        """Return how much faster than on a hot device a sample ran."""
-        slowdown = self._calibration.slowdown
-        return slowdown(self.kernel, 1.0, None) / slowdown(self.kernel, sample.utilisation, sample.busy_s)
 
 
 def cache_bytes(block: AttentionOp) -> int:
@@ -126,32 +123,9 @@ def estimate(curves: AnyCurves, op: ComputeOp) -> Estimate:
     return curves.estimate(op)  # type: ignore[arg-type]
 
 
-_CACHE: deque[tuple[Calibration, tuple[str, bool], Curves]] = deque(maxlen=4)
-
-
 def curves_of(calibration: Calibration, kernel: str, *, pieces: bool = False) -> Curves:
-    """Return the fitted curves of a kernel, cached for later queries: fitting takes a tenth of a second.
-
-    Raises `UsageError` if the file has none.
-    """
-    for machine, key, curves in _CACHE:
-        if machine is calibration and key == (kernel, pieces):
-            return curves
-    curves = Curves(calibration, kernel, pieces=pieces)
-    _CACHE.append((calibration, (kernel, pieces), curves))
-    return curves
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Random draw of one possible machine; `Draw()` is the most likely one."""
-
-    seed: int = 0
-    host: float = 1.0
-    """Factor on the host times."""
-
-
-LIKELIEST = Draw()
+    """Return the fitted curves of a kernel, cached for later queries. Raises `UsageError` if the file has none."""
+    return cached(Curves, calibration, kernel, pieces)
 
 
 class CalibratedMachine:
@@ -159,16 +133,17 @@ class CalibratedMachine:
     (`Calibration.throttling`)."""
 
     def __init__(
-        self, calibration: Calibration, links: Links, curves: AnyCurves, draw: Draw = LIKELIEST,
-        utilisation: Mapping[int, float] | None = None, busy_s: float | None = None, *, hops_first: bool = False,
-        repacks: bool = False,
+        self, calibration: Calibration, links: Links, curves: AnyCurves,
+        utilisation: Mapping[int, float] | None = None, busy_s: float | None = None, *, seed: int = 0,
+        host_factor: float = 1.0, hops_first: bool = False, repacks: bool = False,
     ) -> None:  # fmt: skip
-        """Set up one draw; ``busy_s`` is how long the devices have computed, None means a long time.
+        """Set up a random draw of one possible machine, by default the most likely one; hosts take ``host_factor`` as
+        long. ``busy_s`` is how long the devices have computed, None means a long time.
 
         ``hops_first`` says that a hop always starts before a block that became ready at the same time, ``repacks`` that
         calls have copies around them, as `Query.repacks` says.
         """
-        self._calibration, self._curves, self._draw = calibration, curves, draw
+        self._calibration, self._curves, self._seed, self._host_factor = calibration, curves, seed, host_factor
         self.transfer, self.collective_ns = links.transfer, links.collective_ns
         self.device_share, self.capacity = links.device_share, links.capacity
         self.handover_ns = calibration.handover_us.value * 1e3
@@ -176,12 +151,12 @@ class CalibratedMachine:
         self._cool_factors: dict[int, float] = {}
         self._hop_first = 1.0 if hops_first else calibration.hop_first.value
         self._repacks = repacks
-        self._random = random.Random(draw.seed)
+        self._random = random.Random(seed)
         self._jitter: dict[tuple[int, int], float] = defaultdict(lambda: self._random.gauss(1.0, JITTER))
         self._device_factors: dict[int, float] = defaultdict(
             lambda: self._random.gauss(1.0, calibration.device_variation.value)
         )
-        hosts = random.Random(draw.seed)
+        hosts = random.Random(seed)
         self._host_factors: dict[int, float] = defaultdict(
             lambda: hosts.gauss(1.0, calibration.host.host_variation.value)
         )
@@ -193,7 +168,7 @@ class CalibratedMachine:
             self._cool_factors[rank] = slowdown(kernel, utilisation, self._busy_s) / slowdown(kernel, 1.0, None)
         # The memory's clock is not throttled.
         cool_factor = 1.0 if isinstance(block, AttentionOp) and reads_cache(block) else self._cool_factors[rank]
-        random_factor = self._jitter[rank, op_index] * self._device_factors[rank] if self._draw.seed else 1.0
+        random_factor = self._jitter[rank, op_index] * self._device_factors[rank] if self._seed else 1.0
         total_ns = estimate(self._curves, block).ns * cool_factor * random_factor
         lead_ns = kernel.lead.value * total_ns if block.phase == "backward" else 0.0
         before_ns = after_ns = 0.0
@@ -226,7 +201,7 @@ class CalibratedMachine:
         return self._random.random() < self._hop_first
 
     def host_ns_per_op(self, program: Program) -> list[float]:
-        factor = self._draw.host * (self._host_factors[program.rank] if self._draw.seed else 1.0)
+        factor = self._host_factor * (self._host_factors[program.rank] if self._seed else 1.0)
         return [ns * factor for ns in host_ns(self._calibration, self._curves.kernel, program)]
 
 
@@ -254,10 +229,7 @@ def with_rates(calibration: Calibration) -> Calibration:
             for phase, group, causal, tokens in product(_PHASES, near_groups, (True, False), _TOKENS):
                 if not min(lengths) <= tokens <= 2 * max(lengths):
                     continue
-                block = AttentionOp(
-                    label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=_HEADS, kv_heads=_HEADS // group,
-                    head_dim=head_dim, causal=causal,
-                )  # fmt: skip
+                block = block_of(phase, tokens, tokens, _HEADS, _HEADS // group, head_dim, causal=causal)
                 try:
                     estimate = curves.estimate(block)
                 except OutsideCalibration:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ringprof.errors import UsageError
-from ringprof.prediction.model_layers import PHASES, ModelFigures, ModelStep, Phase
+from ringprof.prediction.calibration import PHASES, ModelFigures, ModelStep, Phase
 from ringprof.strategies.base import Strategy
 
 Pass = Literal["forward", "backward"]

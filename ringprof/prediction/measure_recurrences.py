@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from statistics import median, pstdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
+from ringprof.dryrun.schedule import RecurrenceOp
 from ringprof.prediction.calibration import RecurrenceCurve, RecurrencePoint
 from ringprof.prediction.microbenchmark import Bench
 from ringprof.strategies.errors import Unsupported
@@ -38,26 +39,29 @@ _AHEAD_CYCLES = 30_000_000
 """Device cycles, more than ten milliseconds, in which the host gets ahead by a pass."""
 
 
-class RecurrenceCase(NamedTuple):
-    """A shape to measure."""
-
-    operator: str
-    tokens: int
-    heads: int
-    receives: bool
-    sends: bool
+_SHAPE = ("operator", "phase", "part", "heads", "head_dim", "v_head_dim", "receives", "sends")
 
 
-def recurrence_cases(operators: Sequence[str] = OPERATORS) -> list[RecurrenceCase]:
+def recurrence_case(
+    operator: str, tokens: int, heads: int, receives: bool, sends: bool, phase: str = "forward", part: str = "local"  # noqa: FBT001
+) -> RecurrenceOp:  # fmt: skip
+    """Return a part of a shape to measure."""
+    return RecurrenceOp(
+        label="", phase=phase, part=part, operator=operator, batch=1,  # type: ignore[arg-type]
+        tokens=tokens, heads=heads, head_dim=HEAD_DIM, v_head_dim=HEAD_DIM, receives=receives, sends=sends,
+    )  # fmt: skip
+
+
+def recurrence_cases(operators: Sequence[str] = OPERATORS) -> list[RecurrenceOp]:
     """Return the shapes to measure: all tokens with 16 heads for every operator, then other numbers of heads."""
     return [
-        RecurrenceCase(operator, tokens, heads, *ends)
+        recurrence_case(operator, tokens, heads, *ends)
         for heads, every_end in _HEADS for operator in operators for tokens in _TOKENS for ends in every_end
     ]  # fmt: skip
 
 
 def measure_recurrences(
-    bench: Bench, deadline: float, kernel: str = "fla", cases: Sequence[RecurrenceCase] | None = None
+    bench: Bench, deadline: float, kernel: str = "fla", cases: Sequence[RecurrenceOp] | None = None
 ) -> list[RecurrenceCurve]:
     """Measure the cases (None: `recurrence_cases`) until the deadline of `time.monotonic`; the ranks divide them.
 
@@ -82,15 +86,10 @@ def measure_recurrences(
     return curves_from(gathered)
 
 
-def measured_curve(
-    kernel: str, case: RecurrenceCase, phase: str, part: str, point: RecurrencePoint, source: str
-) -> RecurrenceCurve:
-    """Return the curve of one part of a case with a single point; keys and values have heads of `HEAD_DIM`."""
-    return RecurrenceCurve(
-        operator=case.operator, phase=phase, part=part,  # type: ignore[arg-type]
-        kernel=kernel, heads=case.heads, head_dim=HEAD_DIM, v_head_dim=HEAD_DIM, receives=case.receives,
-        sends=case.sends, points=[point], origin="measured", source=source,
-    )  # fmt: skip
+def measured_curve(kernel: str, part: RecurrenceOp, point: RecurrencePoint, source: str) -> RecurrenceCurve:
+    """Return the curve of one part of a case with a single point."""
+    shape = {name: getattr(part, name) for name in _SHAPE}
+    return RecurrenceCurve(kernel=kernel, points=[point], origin="measured", source=source, **shape)
 
 
 def curves_from(samples: Iterable[RecurrenceCurve]) -> list[RecurrenceCurve]:
@@ -103,7 +102,7 @@ def curves_from(samples: Iterable[RecurrenceCurve]) -> list[RecurrenceCurve]:
     return list(curves.values())
 
 
-def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceCase) -> list[RecurrenceCurve]:
+def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceOp) -> list[RecurrenceCurve]:
     """Measure the four parts of one case: a curve of one point each.
 
     Raises `Unsupported` where the kernel cannot compute it.
@@ -128,11 +127,12 @@ def sample_recurrence(bench: Bench, kernel_name: str, case: RecurrenceCase) -> l
             case.tokens, max(round(typical), 1), min(round(pstdev(device_ns) / max(typical, 1.0), 4), 1.0),
             max(round(median(host_ns) / 1e3), 1),
         )  # fmt: skip
-        samples.append(measured_curve(kernel.name, case, phase, part, point, "ringprof calibrate"))
+        own = msgspec.structs.replace(case, phase=phase, part=part)
+        samples.append(measured_curve(kernel.name, own, point, "ringprof calibrate"))
     return samples
 
 
-def _inputs(bench: Bench, case: RecurrenceCase) -> Inputs:
+def _inputs(bench: Bench, case: RecurrenceOp) -> Inputs:
     """Return random inputs (1, tokens, heads, `HEAD_DIM`) with slow decay, as layers have."""
     shape = 1, case.tokens, case.heads, HEAD_DIM
     q, v = bench.random_tensor(*shape), bench.random_tensor(*shape)

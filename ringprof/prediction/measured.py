@@ -103,17 +103,13 @@ def unknown_columns(rows: Sequence[Mapping[str, str | None]]) -> list[str]:
     return [name for name in rows[0] if name and name not in _KNOWN]
 
 
-class _UnreadableRowError(Exception):
-    """A value of a row is missing or not understood."""
-
-
 def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: Cluster) -> Measured:
     """Read the row in line ``number`` of a table; a row that was measured on another ``device`` has no query."""
     cells = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
     measured = Measured(cells.get("id") or cells.get("strategy") or "", line=number, part="")
     try:
         part, workload, cluster = _read_workload(cells, cluster)
-        speeds = {name: _number(name, cells[name]) for name in _TIMES if name in cells}
+        speeds = {name: float(cells[name]) for name in _TIMES if _is_number(name, cells.get(name))}
         measured_ms, tflops = speeds.pop("time_ms", None), next(iter(speeds.values()), None)
         flops = workload.model_flops() * 5 / 7 if part == "bwd" else workload.model_flops()
         flops = flops / cluster.size / 1e9
@@ -121,33 +117,32 @@ def read_row(number: int, row: Mapping[str, str | None], device: str, cluster: C
             measured_ms = flops / tflops
         measured = replace(measured, part=part, ms=measured_ms, tflops=flops / measured_ms if measured_ms else None)
         return replace(measured, query=_query_of(cells, workload, cluster, device))
-    except _UnreadableRowError as error:
+    except InputError as error:
         return replace(measured, reason=str(error))
 
 
-def _number(name: str, text: str) -> float:
-    """Read a positive number. Raises `_UnreadableRowError`."""
-    number = float(text) if _NUMBER.fullmatch(text) else 0.0
-    if not number:
-        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number")
-    return number
+def _is_number(name: str, text: str | None) -> bool:
+    """Return whether there is a positive number. Raises `InputError` for anything else than a number or nothing."""
+    if text and (not _NUMBER.fullmatch(text) or not float(text)):
+        raise InputError(f"{name} {text[:40]!r} is no such number")
+    return bool(text)
 
 
 def _count(name: str, text: str) -> int:
-    """Read a positive integer. Raises `_UnreadableRowError`."""
+    """Read a positive integer. Raises `InputError`."""
     count = whole(text.removesuffix(".0"))  # pandas writes 65536.0 if another row lacks the value
     if not count or count > 1 << 40:
-        raise _UnreadableRowError(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
+        raise InputError(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
     return count
 
 
 def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Workload, Cluster]:
-    """Return pass, workload and cluster of a row. Raises `_UnreadableRowError`."""
+    """Return pass, workload and cluster of a row. Raises `InputError`."""
     meanings = {}
     for column, meaning_of in _SPELLINGS.items():
         spelling = cells.get(column, "").lower().removeprefix("torch.")
         if spelling not in meaning_of:
-            raise _UnreadableRowError(f"{column} {spelling[:40]!r} is none of {', '.join(filter(None, meaning_of))}")
+            raise InputError(f"{column} {spelling[:40]!r} is none of {', '.join(filter(None, meaning_of))}")
         meanings[column] = meaning_of[spelling]
     defaults = _COUNTS | {"kv_heads": cells.get("heads", "")}
     seq, heads, world_size, kv_heads, head_dim, batch = (
@@ -162,18 +157,18 @@ def _read_workload(cells: Mapping[str, str], cluster: Cluster) -> tuple[str, Wor
     per_host = min(world_size, cluster_sizes.get("gpus_per_host", usual_per_host))
     hosts = cluster_sizes.get("hosts") or world_size // per_host
     if hosts * per_host != world_size:
-        raise _UnreadableRowError(f"n_gpus {world_size} is not {hosts} hosts of {per_host}")
+        raise InputError(f"n_gpus {world_size} is not {hosts} hosts of {per_host}")
     return meanings["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
 
 
 def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, device: str) -> Query:
-    """Return the query of a row. Raises `_UnreadableRowError` for an unknown strategy or another device."""
+    """Return the query of a row. Raises `InputError` for an unknown strategy or another device."""
     name = cells.get("strategy", "").lower().replace("_", "-")
     if name not in SPECS:
-        raise _UnreadableRowError("a strategy that ringprof has not")
+        raise InputError("a strategy that ringprof has not")
     measured_device, machine_device = map(device_named, (cells.get("hardware"), device))
     if measured_device and machine_device and measured_device != machine_device:
-        raise _UnreadableRowError(f"measured on {measured_device}, and the machine is {machine_device}")
+        raise InputError(f"measured on {measured_device}, and the machine is {machine_device}")
     params: Params = {}
     degrees = cells.get("degrees", "").lower()
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
@@ -198,7 +193,7 @@ def _query_of(cells: Mapping[str, str], workload: Workload, cluster: Cluster, de
 
 
 def _kernel_name(text: str) -> str:
-    """Return ringprof's name of a kernel. Raises `_UnreadableRowError` for an unknown one."""
+    """Return ringprof's name of a kernel. Raises `InputError` for an unknown one."""
     from ringprof.strategies.kernels.registry import KERNELS
 
     flash = _FLASH.match(text)
@@ -206,7 +201,7 @@ def _kernel_name(text: str) -> str:
         return "flash-attn" + (f"-{flash[1]}" if flash[1] in ("3", "4") else "")
     name = next((name for name in KERNELS if name in text), None)
     if text and name is None:
-        raise _UnreadableRowError(f"a kernel that ringprof has not, {text[:40]!r}")
+        raise InputError(f"a kernel that ringprof has not, {text[:40]!r}")
     return name or "auto"
 
 
@@ -234,10 +229,11 @@ def measurements(path: str, device: str, cluster: Cluster) -> Iterator[Measured]
 
     ``device`` and ``cluster`` are the prediction's: a table may leave out the GPUs per node. Raises `InputError`.
     """
-    tuning = _read_tuning(path)
-    if tuning is not None:
-        yield from _of_tuning(tuning, path)
-        return
+    if not is_folder(path) and path.endswith(".json"):
+        tuning = decode_file(path, dict[str, Any], "a measurement")
+        if tuning.get("schema") == TUNING:
+            yield from _of_tuning(tuning, path)
+            return
     try:
         run = find_run(path)
     except RingprofError:
@@ -260,14 +256,6 @@ def measurements(path: str, device: str, cluster: Cluster) -> Iterator[Measured]
     else:
         device_name = next(iter(run.environment.devices), None)
         yield Measured(path, query_of_run(run, path), median_ns / 1e6, device=device_name)
-
-
-def _read_tuning(path: str) -> JsonObject | None:
-    """Read the file of a tuning; None for anything else."""
-    if is_folder(path) or not path.endswith(".json"):
-        return None
-    data = decode_file(path, dict[str, Any], "a measurement")
-    return data if data.get("schema") == TUNING else None
 
 
 def _of_tuning(tuning: JsonObject, path: str) -> Iterator[Measured]:

@@ -41,17 +41,6 @@ class MaskRate:
     reason: str | None = None
 
 
-def _masks(workload: Workload) -> dict[str, Workload]:
-    """Return a workload for each mask that is measured, by the mask's name."""
-    length = max(1, workload.seq // DOCUMENTS_A_SEQUENCE)
-    drawn = document_lengths(f"lognormal:mean={length},sigma=1.2,seed=7", workload.seq)
-    causal = replace(workload, causal=True, documents=None, window=None)
-    return {
-        "full": replace(causal, causal=False), "causal": causal, "documents": replace(causal, documents=drawn),
-        "window": replace(causal, window=length), "softcap": causal,
-    }  # fmt: skip
-
-
 def kernel_rates(
     workload: Workload, device: torch.device, notify: Callable[[str, int, int], None] = lambda *_: None
 ) -> Iterator[MaskRate]:
@@ -59,7 +48,13 @@ def kernel_rates(
 
     ``notify`` is called before each measurement: what it is of, how many are done, how many there are.
     """
-    masks = _masks(workload)
+    length = max(1, workload.seq // DOCUMENTS_A_SEQUENCE)
+    drawn = document_lengths(f"lognormal:mean={length},sigma=1.2,seed=7", workload.seq)
+    causal = replace(workload, causal=True, documents=None, window=None)
+    masks = {
+        "full": replace(causal, causal=False), "causal": causal, "documents": replace(causal, documents=drawn),
+        "window": replace(causal, window=length), "softcap": causal,
+    }  # fmt: skip
     cases = [(mask, name) for mask in masks for name in KERNELS if name != "reference"]
     for number, (mask, name) in enumerate(cases):
         notify("kernels", number, len(cases))

@@ -90,7 +90,7 @@ def channels(
 
 def _net_channels(ranks: int, nccl: Nccl, nic_gb_s: float) -> int:
     """Return the number of channels to a peer on another host."""
-    since_2_29 = _version(nccl.version) >= (2, 29)
+    since_2_29 = [whole(part) or 0 for part in nccl.version.split(".")[:2]] >= [2, 29]
     count = math.ceil(nic_gb_s / NIC_GB_S_PER_CHANNEL) if since_2_29 else 2
     # A NIC gets half of the channels that peers get inside a host.
     max_channels = nccl.peer_channels // 2
@@ -101,11 +101,6 @@ def _net_channels(ranks: int, nccl: Nccl, nic_gb_s: float) -> int:
         if not since_2_29:
             break
     return count
-
-
-def _version(text: str) -> tuple[int, ...]:
-    parts = [whole(part) for part in text.split(".")[:2]]
-    return (0,) if None in parts else tuple(part for part in parts if part is not None)
 
 
 class Links:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median, pstdev, pvariance
+from statistics import NormalDist, median, pstdev, pvariance
 
 import msgspec
 
@@ -29,13 +29,10 @@ from ringprof.errors import UnsupportedWorkloadError
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, Origin, RecurrenceCurve, Value
 from ringprof.prediction.host_model import host_ns, times_us
 from ringprof.prediction.kernel_model import Estimate, OutsideCalibration
-from ringprof.prediction.lognormal import NO_TIME, Lognormal, MaxLognormal
 from ringprof.prediction.machine import (
-    LIKELIEST,
     MASKED_OVER_PLAIN,
     AnyCurves,
     CalibratedMachine,
-    Draw,
     curves_of,
     estimate,
 )
@@ -260,35 +257,42 @@ def _simulate_draws(
 ) -> PredictionResult:  # fmt: skip
     """Simulate a schedule on several draws of the machine and return the prediction."""
     if query.one_stream:
-        schedule = msgspec.structs.replace(schedule, programs=list(map(_on_one_stream, schedule.programs)))
+        replaced = msgspec.structs.replace
+        schedule = replaced(schedule, programs=[
+            replaced(program, ops=[replaced(op, stream=0) for op in program.ops if not isinstance(op, StreamWait)])
+            for program in schedule.programs
+        ])  # fmt: skip
     programs, cluster = schedule.programs, cluster or query.cluster
     links = Links(machine, replace(cluster, pairwise=query.pairwise))
 
-    def run(draw: Draw, utilisation: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
+    def run(
+        utilisation: Mapping[int, float] | None, lead_ns: float = math.inf, *, seed: int = 0, host_factor: float = 1.0
+    ) -> list[Timeline]:
         machine_draw = CalibratedMachine(
-            machine, links, curves, draw, utilisation, query.busy_s, hops_first=query.pairwise, repacks=query.repacks
-        )
+            machine, links, curves, utilisation, query.busy_s, seed=seed, host_factor=host_factor,
+            hops_first=query.pairwise, repacks=query.repacks,
+        )  # fmt: skip
         return simulate(programs, machine_draw, lead_ns=lead_ns)
 
-    timelines = run(LIKELIEST, None)
+    timelines = run(None)
     end_ns = _latest_end_ns(timelines)
-    utilisation = {
-        program.rank: _busy_share(program, timeline, end_ns)
-        for program, timeline in zip(programs, timelines, strict=True)
-    }
+    utilisation = {}
+    for program, timeline in zip(programs, timelines, strict=True):
+        spans = [timeline.ops[index] for index, op in enumerate(program.ops) if isinstance(op, ComputeOp)]
+        utilisation[program.rank] = min(1.0, sum(b - a for a, b in spans) / end_ns) if end_ns else 0.0
     max_draws = DRAWS if len(programs) <= 8 else 7 if len(programs) <= LARGE_RANKS else 3
-    draws = [run(Draw(seed=seed), utilisation) for seed in range(1, 1 + min(most_draws, max_draws))]
+    draws = [run(utilisation, seed=seed) for seed in range(1, 1 + min(most_draws, max_draws))]
     ends_ns = [_latest_end_ns(drawn) for drawn in draws]
     device_ns, run_variance = median(ends_ns), pvariance([math.log(end_ns) for end_ns in ends_ns])
     timelines = min(draws, key=lambda candidate: abs(_latest_end_ns(candidate) - device_ns))
     issued_ns = [sum(host_ns(machine, curves.kernel, program)) for program in programs]
     host, lead_ns = _host_time(machine, issued_ns), math.inf
     if host.median_ns > device_ns:
-        slow_host = Draw(host=host.median_ns / max(issued_ns))
+        factor = host.median_ns / max(issued_ns)
         # A finished host continues with the next iteration after it has launched the collective between iterations.
         between_ns = 1e3 * times_us(machine, curves.kernel)["collective_us"]
-        lead_ns = max(0.0, _latest_end_ns(run(slow_host, utilisation, 0.0)) - host.median_ns - between_ns)
-        timelines = run(slow_host, utilisation, lead_ns)
+        lead_ns = max(0.0, _latest_end_ns(run(utilisation, 0.0, host_factor=factor)) - host.median_ns - between_ns)
+        timelines = run(utilisation, lead_ns, host_factor=factor)
         host = replace(host, median_ns=_latest_end_ns(timelines))
     breakdowns = [
         time_breakdown(program, timeline, cluster) for program, timeline in zip(programs, timelines, strict=True)
@@ -316,12 +320,6 @@ def _simulate_draws(
     )  # fmt: skip
 
 
-def _on_one_stream(program: Program) -> Program:
-    """Return the program with all operations on one stream, in their order."""
-    ops = [msgspec.structs.replace(op, stream=0) for op in program.ops if not isinstance(op, StreamWait)]
-    return msgspec.structs.replace(program, ops=ops)
-
-
 def _latest_end_ns(timelines: Sequence[Timeline]) -> float:
     """Return the end of the slowest rank."""
     return max(timeline.end_ns for timeline in timelines)
@@ -344,12 +342,6 @@ def _host_time(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
     noise = 1e3 * machine.run_to_run_noise_us.value / median_ns
     spread = host.launch_us.spread if host.pass_spread is None else host.pass_spread
     return Lognormal(median_ns, math.hypot(spread, noise, pstdev(slowest_ns) / median_ns))
-
-
-def _busy_share(program: Program, timeline: Timeline, iteration_ns: float) -> float:
-    """Return the fraction of an iteration in which a rank computes attention."""
-    spans = (timeline.ops[op_index] for op_index, op in enumerate(program.ops) if isinstance(op, ComputeOp))
-    return min(1.0, sum(stop - start for start, stop in spans) / iteration_ns) if iteration_ns else 0.0
 
 
 def time_breakdown(program: Program, timeline: Timeline, cluster: Cluster) -> _Breakdown:
@@ -615,3 +607,81 @@ def prediction_dict(prediction: PredictionResult, *, whole: bool = True) -> Json
 
 
 _OPPOSITE_PERCENTILES = {"p10": "p90", "p50": "p50", "p90": "p10"}
+
+
+# --- the time of an iteration: the maximum of device time and host time ---
+
+_NORMAL = NormalDist()
+_HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """A lognormal time; ``spread`` is the standard deviation of its logarithm."""
+
+    median_ns: float
+    spread: float
+
+    def below(self, ns: float) -> float:
+        """Return the probability that the time is at most ``ns``."""
+        if not self.median_ns or not self.spread:
+            return float(ns >= self.median_ns)
+        return _NORMAL.cdf(math.log(ns / self.median_ns) / self.spread)
+
+    def quantile_ns(self, share: float) -> float:
+        """Return the time that is not exceeded with probability ``share``."""
+        return self.median_ns * math.exp(_NORMAL.inv_cdf(share) * self.spread)
+
+
+NO_TIME = Lognormal(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class MaxLognormal:
+    """Time of an iteration: the maximum of device time and host time.
+
+    A host issues an iteration while the devices compute the previous one. Both times are lognormal and independent, so
+    P(max < t) is the product of both probabilities.
+    """
+
+    device: Lognormal
+    host: Lognormal = NO_TIME
+
+    def quantile_ns(self, share: float) -> float:
+        """Return the time that is not exceeded with probability ``share``, by bisection.
+
+        The quantile is at least each time's own quantile of ``share``, and at most the larger quantile of
+        sqrt(``share``).
+        """
+        times = (self.device, self.host)
+        low = max(time.quantile_ns(share) for time in times)
+        high = max(time.quantile_ns(math.sqrt(share)) for time in times)
+        for _ in range(_HALVINGS if high > low else 0):
+            middle = (low + high) / 2
+            if self.device.below(middle) * self.host.below(middle) < share:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def scaled(self, by: MaxLognormal, over: MaxLognormal) -> MaxLognormal:
+        """Return the time with both medians multiplied by the ratio of those of ``by`` and ``over``."""
+        device, host = (
+            replace(time, median_ns=time.median_ns * (a.median_ns / b.median_ns if b.median_ns else 1.0))
+            for time, a, b in ((self.device, by.device, over.device), (self.host, by.host, over.host))
+        )
+        return MaxLognormal(device, host)
+
+    @cached_property
+    def median_ns(self) -> float:
+        """Median of the iteration's time."""
+        return self.quantile_ns(0.5)
+
+    @cached_property
+    def host_share(self) -> float:
+        """Probability that the host is the bound."""
+        if not self.host.median_ns:
+            return 0.0
+        spread = math.hypot(self.device.spread, self.host.spread)
+        log_ratio = math.log(self.host.median_ns / self.device.median_ns)
+        return _NORMAL.cdf(log_ratio / spread) if spread else float(log_ratio > 0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ringprof.common.formatting import percent, rounded_percent, significant
-from ringprof.prediction.advise import HIDDEN, Advice, Point, compared, crossings
+from ringprof.prediction.advise import HIDDEN, Advice, compared, crossings
 from ringprof.prediction.predict import PredictionResult
 from ringprof.prediction.text import cluster_text, described, remarks
 from ringprof.report.page import bars
@@ -57,13 +57,14 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
     for choice in shown_choices:
         prediction = choice.prediction
         low, middle, high = (significant(time, 3) for time in prediction.interval_ms)
+        gib = prediction.peak_bytes / 2**30
         middle = f"~{middle}" if prediction.few_ranks else middle
         rows.append([
             f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
             percent(choice.best, 0), middle, f"{low} to {high}",
             significant(prediction.tflops(prediction.median_ns), 3),
             rounded_percent(prediction.exposed_share), percent(prediction.time.host_share, 0),
-            _memory(prediction.peak_bytes),
+            f"{significant(gib, 3)} GiB" if gib >= 1 else f"{significant(1024 * gib, 3)} MiB",
         ])  # fmt: skip
     table = text_table(_COLUMNS, rows, style)
     return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
@@ -122,7 +123,7 @@ def _nothing_fits(advice: Advice) -> list[str]:
 
 
 def _crossing_lines(advice: Advice) -> list[str]:
-    tokens, gbit = advice.hidden_from_tokens(), advice.hidden_from_gbit()
+    tokens, gbit = advice.hidden_from("tokens"), advice.hidden_from("nic")
     hidden = f"transfers: hidden (under {percent(HIDDEN, 0)} of the time)"
     if tokens is not None:
         lines = [f"{hidden} from about {_two_digits(tokens)} tokens on"]
@@ -130,13 +131,13 @@ def _crossing_lines(advice: Advice) -> list[str]:
         lines = ["transfers: not hidden at any length up to four times this one"]
     if gbit is not None:
         lines.append(f"{hidden} from about {_two_digits(gbit)} Gbit/s per NIC on, {_two_digits(gbit / 8)} GB/s")
-    elif advice.nics:
+    elif advice.points["nic"]:
         lines.append("transfers: not hidden by NICs four times as fast, either")
     names = [clean(choice.label) for choice in compared(advice.choices)]
-    for points, what in ((advice.lengths, "tokens"), (advice.hosts, "nodes"), (advice.nics, "Gbit/s")):
+    for axis, what in (("tokens", "tokens"), ("hosts", "nodes"), ("nic", "Gbit/s")):
         lines += [
             f"crossover: at about {_two_digits(value)} {what} {names[index]} is as fast as {names[0]}"
-            for value, index in crossings(points)
+            for value, index in crossings(advice.points[axis])
         ]
     return lines
 
@@ -148,6 +149,10 @@ def _two_digits(value: float) -> str:
 
 def document(advice: Advice) -> Document:
     """Return the page: the recommendation, all choices, and speed over length, nodes and NICs."""
+
+    def bands(name: str) -> Any:
+        return drawing().bands(ACROSS[name], SPEED, speeds(advice, name), marks(advice, name))
+
     first = advice.first.prediction
     shown = advice.choices[:MOST_SHOWN]
     names = [choice.label for choice in shown]
@@ -163,12 +168,12 @@ def document(advice: Advice) -> Document:
         ),
         PageSection(
             "length", "Speed against length", "Predicted, with the interval that holds four of five cases.",
-            Content(_bands(advice, "tokens")),
+            Content(bands("tokens")),
         ),
     ]  # fmt: skip
     for name, title in (("hosts", "Speed against nodes"), ("nic", "Speed against the network")):
-        if points_of(advice, name):
-            sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
+        if advice.points[name]:
+            sections.append(PageSection(name, title, "Predicted, as above.", Content(bands(name))))
     tiles = [
         (duration(first.median_ns), "predicted, per iteration"),
         (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),
@@ -187,14 +192,20 @@ ACROSS = {"tokens": "tokens", "hosts": "nodes", "nic": "Gbit/s per NIC"}
 """Axis label of each sweep, by the name of its plot."""
 
 
-def points_of(advice: Advice, name: str) -> Sequence[Point]:
-    """Return the points of one sweep of `ACROSS`."""
-    return {"tokens": advice.lengths, "hosts": advice.hosts, "nic": advice.nics}[name]
-
-
-def series(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
-    """Return the interval of an iteration in ms at each value of a sweep, per choice."""
-    return _series_of(advice, name, lambda prediction: prediction.interval_ms)
+def series(
+    advice: Advice,
+    name: str,
+    interval: Callable[[PredictionResult], Interval] = lambda prediction: prediction.interval_ms,
+) -> dict[str, list[tuple[float, Interval]]]:
+    """Return ``interval``, by default of an iteration in ms, at each value of a sweep of `ACROSS`, per choice."""
+    return {
+        choice.label: [
+            (value, interval(predictions[index]))
+            for value, predictions in advice.points[name]
+            if index < len(predictions)
+        ]
+        for index, choice in enumerate(compared(advice.choices))
+    }
 
 
 def speeds(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
@@ -205,40 +216,15 @@ def speeds(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]
         low, middle, high = (prediction.tflops(1e6 * time) for time in reversed(prediction.interval_ms))
         return low, middle, high
 
-    return _series_of(advice, name, interval)
-
-
-def _series_of(
-    advice: Advice, name: str, interval: Callable[[PredictionResult], Interval]
-) -> dict[str, list[tuple[float, Interval]]]:
-    """Return ``interval`` of each prediction of a sweep, per choice."""
-    return {
-        choice.label: [
-            (point.value, interval(point.predictions[index]))
-            for point in points_of(advice, name)
-            if index < len(point.predictions)
-        ]
-        for index, choice in enumerate(compared(advice.choices))
-    }
+    return series(advice, name, interval)
 
 
 def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
     """Return where another strategy becomes as fast as the first, or transfers become hidden."""
     names = [choice.prediction.query.strategy for choice in compared(advice.choices)]
-    crossing_marks = [(value, f"{names[index]} as fast") for value, index in crossings(points_of(advice, name))]
-    hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
-    value = hidden() if hidden else None
+    crossing_marks = [(value, f"{names[index]} as fast") for value, index in crossings(advice.points[name])]
+    value = None if name == "hosts" else advice.hidden_from(name)
     return [*crossing_marks, (value, "transfers hidden")] if value is not None else crossing_marks
-
-
-def _memory(size_bytes: int) -> str:
-    """Format bytes in GiB or MiB with three significant digits."""
-    gib = size_bytes / 2**30
-    return f"{significant(gib, 3)} GiB" if gib >= 1 else f"{significant(1024 * gib, 3)} MiB"
-
-
-def _bands(advice: Advice, name: str) -> Any:
-    return drawing().bands(ACROSS[name], SPEED, speeds(advice, name), marks(advice, name))
 
 
 def _table(advice: Advice) -> PageTable:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -128,14 +129,20 @@ def _octaves_outside(size: int, known: Sequence[int]) -> float:
     return max(0.0, math.log2(min(known) / size), math.log2(size / max(known)))
 
 
-_CACHE: deque[tuple[Calibration, str, RecurrenceCurves]] = deque(maxlen=4)
+_Curves = TypeVar("_Curves")
+_CACHE: deque[tuple[object, Calibration, object, Any]] = deque(maxlen=8)
+
+
+def cached(create: Callable[..., _Curves], calibration: Calibration, *options: object) -> _Curves:
+    """Return ``create(calibration, *options)``, kept for later queries: fitting curves takes a tenth of a second."""
+    for creator, machine, known, curves in _CACHE:
+        if machine is calibration and (creator, known) == (create, options):
+            return curves  # type: ignore[no-any-return]
+    curves = create(calibration, *options)
+    _CACHE.append((create, calibration, options, curves))
+    return curves
 
 
 def recurrence_curves_of(calibration: Calibration, kernel: str) -> RecurrenceCurves:
     """Return the curves of a kernel of recurrences, cached for later queries. Raises `UsageError` if there are none."""
-    for machine, name, curves in _CACHE:
-        if machine is calibration and name == kernel:
-            return curves
-    curves = RecurrenceCurves(calibration, kernel)
-    _CACHE.append((calibration, kernel, curves))
-    return curves
+    return cached(RecurrenceCurves, calibration, kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -133,17 +133,7 @@ def _refuse_unsupported(workload: Workload) -> None:
 
 def schedule_of(query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
     """Return a query's schedule on its own cluster, or on a smaller one that stands for it; input of `predict`."""
-    return stand_in_schedule(query, cluster, *stand_in_workload(query, cluster), ranks)
-
-
-def stand_in_schedule(
-    query: Query, cluster: Cluster, workload: Workload, params: Params, ranks: Sequence[int] | None
-) -> Schedule:
-    """Return the schedule of the workload and the parameters that `stand_in_workload` returned."""
-    return schedule(
-        query.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host, kernel=query.kernel,
-        hops=query.hops, params=params, ranks=ranks, legacy_schedule=query.legacy_schedule,
-    )  # fmt: skip
+    return ScheduleCache().of(query, cluster, ranks)
 
 
 def stand_in_workload(query: Query, cluster: Cluster) -> tuple[Workload, Params]:
@@ -185,21 +175,18 @@ def _stand_in_params(query: Query, workload: Workload, cluster: Cluster) -> Json
     without = [{key: value for key, value in resolved.items() if key != name} for name in reversed(largest_last)]
     for params in (typed, resolved, *without):
         placed_params = strategy_class.with_placement(cluster.size, cluster.gpus_per_host, **params)
-        if why_unsupported(strategy_class, workload, cluster.size, placed_params) is None and _lies_alike(
-            _instantiate(query, cluster, placed_params)[1], cluster, hosts_per_channel, query.cluster
-        ):
-            return dict(params)
+        if why_unsupported(strategy_class, workload, cluster.size, placed_params) is None:
+            small = _instantiate(query, cluster, placed_params)[1]
+            # Channels lie over the hosts alike: as many members on each, or as large a part of each.
+            if small.keys() == hosts_per_channel.keys() and all(
+                count == (large := hosts_per_channel[name])
+                or count * query.cluster.gpus_per_host == large * cluster.gpus_per_host
+                for name, count in small.items()
+            ):
+                return dict(params)
     resolved_text = ", ".join(f"{name}={value}" for name, value in resolved.items())
     raise UnsupportedWorkloadError(
         f"strategy {query.strategy!r}: {cluster.size} ranks cannot stand for {query.cluster.size} with {resolved_text}"
-    )
-
-
-def _lies_alike(small: dict[str, int], cluster: Cluster, large: dict[str, int], whole: Cluster) -> bool:
-    """Return whether channels lie over the hosts alike: as many members on each, or as large a part of each."""
-    return small.keys() == large.keys() and all(
-        count == large[name] or count * whole.gpus_per_host == large[name] * cluster.gpus_per_host
-        for name, count in small.items()
     )
 
 
@@ -216,7 +203,7 @@ def _instantiate(query: Query, cluster: Cluster, params: JsonObject) -> tuple[Js
 
 
 class ScheduleCache:
-    """Cached equivalent of `schedule_of`: every rank's program is created once per workload and cluster.
+    """Schedules of queries: every rank's program is created once per workload and cluster.
 
     `ringprof.prediction.advise` asks for the same program with other links, other machines, fewer ranks, or as many
     tokens per rank on more hosts. Another length needs a new program: the merge kernels and the division into blocks
@@ -230,26 +217,25 @@ class ScheduleCache:
     def of(self, query: Query, cluster: Cluster, ranks: Sequence[int] | None) -> Schedule:
         """Return the programs of ``ranks`` (all if None). Raises like `schedule_of`."""
         shape = query.cluster.size, query.cluster.gpus_per_host, cluster.size, cluster.gpus_per_host
-        question = (query.strategy, query.workload, query.kernel, query.hops, _items(query.params), shape)
+        question = (query.strategy, query.workload, query.kernel, query.hops, repr(sorted(query.params.items())), shape)
         if question not in self._stand_ins:
             self._stand_ins[question] = stand_in_workload(query, cluster)
         workload, params = self._stand_ins[question]
         key = (
-            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops, _items(params),
-            query.legacy_schedule,
+            query.strategy, workload, cluster.size, cluster.gpus_per_host, query.kernel, query.hops,
+            repr(sorted(params.items())), query.legacy_schedule,
         )  # fmt: skip
         wanted_ranks = range(cluster.size) if ranks is None else ranks
         known, programs = self._schedules.get(key, (None, {}))
         missing_ranks = [rank for rank in wanted_ranks if rank not in programs]
         if missing_ranks or known is None:
-            known = stand_in_schedule(query, cluster, workload, params, missing_ranks)
+            known = schedule(
+                query.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host, kernel=query.kernel,
+                hops=query.hops, params=params, ranks=missing_ranks, legacy_schedule=query.legacy_schedule,
+            )  # fmt: skip
             programs |= {program.rank: program for program in known.programs}
             self._schedules[key] = known, programs
         return msgspec.structs.replace(known, programs=[programs[rank] for rank in wanted_ranks])
-
-
-def _items(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(params.items()))
 
 
 def _use_legacy_schedule(strategy: Strategy) -> None:

@@ -23,10 +23,9 @@ from ringprof.common.decoding import UNREADABLE, decode_file
 from ringprof.common.files import is_folder
 from ringprof.common.formatting import percent
 from ringprof.common.json_object import JsonObject, json_text
-from ringprof.dryrun.schedule import AttentionOp
 from ringprof.errors import InputError, RingprofError
 from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.kernel_model import OutsideCalibration
+from ringprof.prediction.kernel_model import OutsideCalibration, block_of
 from ringprof.prediction.machine import Curves, curves_of
 from ringprof.prediction.measured import TUNING, Measured, measurements, query_of_dict, query_of_run, read_row
 from ringprof.prediction.network import Cluster
@@ -315,10 +314,7 @@ def _best_tflops(curves: Curves, phase: Phase) -> float:
     rates = [sample.tflops for sample in samples]
     heads = {(sample.head_dim, sample.heads, sample.kv_heads) for sample in samples if sample.pairs is None}
     for (head_dim, heads_q, kv_heads), causal, tokens in product(heads, (True, False), _LENGTHS):
-        block = AttentionOp(
-            label="", phase=phase, batch=1, q=tokens, kv=tokens, heads=heads_q, kv_heads=kv_heads, head_dim=head_dim,
-            causal=causal,
-        )  # fmt: skip
+        block = block_of(phase, tokens, tokens, heads_q, kv_heads, head_dim, causal=causal)
         # A length that no sample is near to has no estimate.
         with suppress(OutsideCalibration):
             rates.append(block.flops() / curves.estimate(block).ns / 1e3)

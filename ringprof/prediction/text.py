@@ -10,8 +10,11 @@ from ringprof.prediction.calibration import Calibration, Value, named_values
 from ringprof.prediction.network import Cluster, Links
 from ringprof.prediction.predict import PredictionResult, inputs, warnings_of
 from ringprof.prediction.whole_steps import StepPrediction
+from ringprof.report import palette
+from ringprof.report.page import bars
+from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
 from ringprof.report.tables import Column, Table
-from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate
+from ringprof.report.text import LONGEST_SENTENCE, TextStyle, binary_size, clean, duration, rate, strategy_in_title
 from ringprof.strategies.catalog import PEERS
 from ringprof.workload.devices import peak_of
 from ringprof.workload.workload import Workload
@@ -37,13 +40,9 @@ def part_labels(workload: Workload) -> dict[str, str]:
 def described(workload: Workload) -> str:
     """Describe a workload in a few words."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
-    if workload.recurrent:
-        return _joined(workload, batch, workload.mask_in_short())
-    mask = str(workload.mask()) if workload.causal or not workload.mask().plain else "full attention"
-    return _joined(workload, batch, ", ".join([mask, *workload.extras()]))
-
-
-def _joined(workload: Workload, batch: str, mask: str) -> str:
+    full = not workload.causal and workload.mask().plain
+    attention = "full attention" if full else str(workload.mask())
+    mask = workload.mask_in_short() if workload.recurrent else ", ".join([attention, *workload.extras()])
     passes = "forward and backward" if workload.backward else "forward only"
     tokens = f"{workload.seq} token{'s' if workload.seq > 1 else ''}"
     if workload.kv_length is not None:
@@ -94,7 +93,11 @@ def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
         "what it rests on",
         *(_input(name, value) for name, value in inputs(prediction).items()),
     ]  # fmt: skip
-    sections = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
+    # The slowest rank's time by phase and part.
+    spans, present = prediction.breakdown, [part for part in labels if prediction.breakdown.total(part) > 0]
+    rows = [[name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)] for name, parts in spans.phases.items()]
+    table = Table("slowest rank, ms", [Column(""), *(Column(labels[part]) for part in present)], rows)
+    sections = [style.fit("\n".join(head)), table.text(style), style.fit("\n".join(tail))]
     return style.finish("\n\n".join(sections))
 
 
@@ -115,14 +118,6 @@ def step_text(step: StepPrediction, style: TextStyle) -> str:
     )
     attention = prediction_text(step.attention, style)
     return style.finish("\n\n".join([style.fit(head), table, style.fit(note), attention.rstrip("\n")]))
-
-
-def _table(prediction: PredictionResult) -> Table:
-    """Return the slowest rank's time by phase and part."""
-    spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
-    present = [part for part in labels if spans.total(part) > 0]
-    rows = [[name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)] for name, parts in spans.phases.items()]
-    return Table("slowest rank, ms", [Column(""), *(Column(labels[part]) for part in present)], rows)
 
 
 def remarks(prediction: PredictionResult) -> list[str]:
@@ -194,3 +189,92 @@ def calibration_text(machine: Calibration, style: TextStyle) -> str:
 
 def _input(name: str, value: Value) -> str:
     return f"  {name:30}{value.value:,.4g} ±{percent(value.spread)}, {value.origin}: {clean(value.source)}"
+
+
+# --- a prediction as a page ---
+
+_COLOURS = {
+    "kernel": palette.PART_COLOURS["compute"],
+    "memory": palette.PART_COLOURS["exposed_memory"],
+    "same_host": palette.WIRE,
+    "other_host": palette.UNSPLIT,
+    "peers": palette.WAIT,
+    "host": palette.GREY,
+}
+"""Colour of each part of `part_labels`."""
+_LEAST_VARIANCE = 1e-6
+"""Variance below which an input does not count as a source of uncertainty."""
+
+
+def document(prediction: PredictionResult) -> Document:
+    """Return the page of a prediction."""
+    query = prediction.query
+    low_ns, median_ns, high_ns = prediction.interval_ns
+    label = strategy_in_title(query.strategy, prediction.schedule.params)
+    answer = (
+        f"Predicted: {duration(median_ns)} per iteration ({duration(low_ns)} to {duration(high_ns)} in four of five "
+        f"cases), {rate(prediction.tflops(median_ns))} per GPU; {percent(prediction.exposed_share)} of the time waits "
+        "for transfers and peers."
+    )
+    labels = part_labels(query.workload)
+    bound = ", ".join(f"{phase}: {labels[part]}" for phase, part in prediction.bound_by.items())
+    tiles = [
+        (duration(median_ns), "per iteration, predicted"),
+        (rate(prediction.tflops(median_ns)), "per GPU"),
+        (binary_size(prediction.peak_bytes), "per GPU at most"),
+    ]
+    input_rows = [
+        [text(name), number(value.value), number(value.spread, 3, 0.01), text(value.origin), text(value.source)]
+        for name, value in inputs(prediction).items()
+    ]
+    sections = [
+        PageSection("parts", "Where the time goes", "Time of the slowest rank by phase.", _parts(prediction)),
+        PageSection(
+            "certainty", "How sure it is", "Standard deviation of the predicted time by what is uncertain.",
+            _certainty(prediction),
+        ),
+        PageSection("inputs", "What it rests on", "Figures of the machine file, with spread and origin.",
+                    Content(tables=[PageTable(["figure", "value", "spread %", "origin", "source"], input_rows)])),
+    ]  # fmt: skip
+    lines = [clean(line, LONGEST_SENTENCE) for line in (*remarks(prediction), f"longest part: {bound}") if line]
+    subtitle = f"{cluster_text(query.cluster, prediction.machine.device)} · {described(query.workload)}"
+    return Document(
+        clean(f"Predicted: {label}"), clean(f"{subtitle} · kernel {query.kernel}", LONGEST_SENTENCE), lines, tiles,
+        sections, answer,
+    )  # fmt: skip
+
+
+def _parts(prediction: PredictionResult) -> Content:
+    """Draw one stacked bar per phase, with a table of the same times."""
+    spans, labels = prediction.breakdown, part_labels(prediction.query.workload)
+    phases = spans.phases
+    stacked = {
+        label: (_COLOURS[part], [phase.get(part, 0.0) / 1e6 for phase in phases.values()])
+        for part, label in labels.items()
+        if spans.total(part) > 0
+    }
+    rows = [
+        [
+            text(phase),
+            text(labels[part]),
+            number(time_ns, scale=1e6),
+            number(time_ns / prediction.median_ns, 3, 0.01),
+        ]
+        for phase, parts in phases.items()
+        for part, time_ns in parts.items()
+    ]
+    table = PageTable(["phase", "part", "ms", "% of the iteration"], rows)
+    return Content(charts=[bars.stacked(list(phases), stacked, "ms")], tables=[table], folds_tables=True)
+
+
+def _certainty(prediction: PredictionResult) -> Content:
+    """Draw the interval of the time, and the share of each uncertain input."""
+    chart = bars.intervals(["one iteration"], [prediction.interval_ms], "ms")
+    sources = {
+        name: math.sqrt(value) for name, value in prediction.variance_by_input.items() if value > _LEAST_VARIANCE
+    }
+    if not sources:
+        return Content(charts=[chart])
+    values = [100 * spread for spread in sources.values()]
+    shares = bars.stacked(list(sources), {"spread": (palette.BLUE, values)}, "% of the time, one standard deviation")
+    return Content(charts=[chart, shares])

@@ -20,10 +20,9 @@ from ringprof.common.json_object import JsonObject
 from ringprof.dryrun.schedule import AttentionOp, CommStart, ComputeOp, MemoryOp, Program
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.fit import Observed, contended_ns
+from ringprof.prediction.fit import Observed, contended_ns, memory_op_bytes
 from ringprof.prediction.machine import curves_of
 from ringprof.prediction.network import Cluster, Links
-from ringprof.prediction.observed_schedule import memory_op_bytes
 from ringprof.prediction.predict import time_breakdown
 from ringprof.prediction.query import uses_legacy_schedule
 from ringprof.prediction.simulator import BlockTime, LinkTransfer, simulate
@@ -142,7 +141,9 @@ def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatI
         for end, sign in ((low, -1), (high, 1))
     )  # fmt: skip
     return WhatIf(
-        recorded, replayed_ns, changed_ns, _balanced_ns(observed), (replayed_ns * low, replayed_ns * high),
+        recorded, replayed_ns, changed_ns,
+        fmean(sum(block.end_ns - block.start_ns for block in rank.blocks.values()) for rank in observed.ranks),
+        (replayed_ns * low, replayed_ns * high),
         changes.hops_alone, {part: after.get(part, 0.0) - before.get(part, 0.0) for part in before | after},
     )  # fmt: skip
 
@@ -167,10 +168,6 @@ def _kernel_spread(observed: Observed, machine: Calibration, changes: Changes) -
     estimates = [[curves.estimate(block) for curves in both] for block in blocks]
     total_ns = sum(changed.ns for _, changed in estimates)
     return sum(changed.ns * math.hypot(recorded.spread, changed.spread) for recorded, changed in estimates) / total_ns
-
-
-def _balanced_ns(observed: Observed) -> float:
-    return fmean(sum(b.end_ns - b.start_ns for b in rank.blocks.values()) for rank in observed.ranks)
 
 
 def _drawn(machine: Calibration, generator: random.Random) -> Calibration:

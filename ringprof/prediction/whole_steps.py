@@ -20,11 +20,9 @@ import msgspec
 from ringprof.common.json_object import JsonObject
 from ringprof.dryrun.schedule import CommStart
 from ringprof.errors import UnsupportedWorkloadError
-from ringprof.prediction.calibration import Calibration
-from ringprof.prediction.lognormal import Lognormal
-from ringprof.prediction.model_layers import ModelFigures
+from ringprof.prediction.calibration import Calibration, ModelFigures
 from ringprof.prediction.network import Links
-from ringprof.prediction.predict import PredictionResult, ScheduleOf, predict
+from ringprof.prediction.predict import Lognormal, PredictionResult, ScheduleOf, predict
 from ringprof.prediction.query import Query
 
 LAYER_SPREAD, TRAFFIC_SPREAD = 0.03, 0.3
@@ -76,7 +74,6 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
     tokens = workload.batch * workload.seq // query.cluster.size
     parts, variances = {"attention": 0.0, "layers": 0.0, "optimizer": 0.0, "once": 0.0, "traffic": 0.0}, 0.0
     calls = figures.attention_calls
-    traffic = _Traffic(figures, machine, query, layer.parallel)
     # The median of the slowest of so many devices; the layers were measured on one.
     slowest = 1 + machine.device_variation.value * NormalDist().inv_cdf(0.5 ** (1 / query.cluster.size))
     total_ns = {phase: sum(getattr(attention.breakdown, phase).values()) for phase in ("forward", "backward")}
@@ -88,7 +85,8 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
     }
     for phase in ("forward", "backward") if workload.backward else ("forward",):
         layer_ns, once_ns, spread = _slower(figures.times_ns(phase, tokens), slowest)
-        slowed, exposed = traffic.beside(phase, layer_ns + attention_ns[phase], workload.layers)
+        computing_ns = layer_ns + attention_ns[phase]
+        slowed, exposed = _traffic_ns(figures, machine, query, layer.parallel, phase, computing_ns)
         parts["attention"] += workload.layers * attention_ns[phase]
         parts["layers"] += workload.layers * (layer_ns + slowed)
         parts["once"] += once_ns
@@ -96,7 +94,7 @@ def predict_step(query: Query, machine: Calibration, schedule_of: ScheduleOf, *,
         variances += (workload.layers * layer_ns * spread) ** 2
     if workload.backward:
         layer_ns, once_ns, spread = _slower(figures.times_ns("optimizer", tokens), slowest)
-        share = traffic.sharded
+        share = 1 / query.cluster.size if layer.parallel == "fsdp2" else 1.0
         parts["optimizer"] = share * (workload.layers * layer_ns + once_ns)
         variances += (share * workload.layers * layer_ns * spread) ** 2
     median_ns = sum(parts.values())
@@ -135,62 +133,48 @@ def model_of(machine: Calibration, query: Query) -> ModelFigures:
     return figures
 
 
-class _Traffic:
-    """Traffic of parameters and gradients of one step, by the closed formulas of ring collectives."""
-
-    def __init__(self, figures: ModelFigures, machine: Calibration, query: Query, parallel: str) -> None:
-        self._links, self._parallel, self._cluster = Links(machine, query.cluster), parallel, query.cluster
-        self._layer_bytes, self._rest_bytes = figures.layer_bytes, figures.rest_bytes
-        self._memory_gb_s = machine.memory_gb_s.value
-        size = query.cluster.size
-        self.sharded = 1 / size if parallel == "fsdp2" else 1.0
-        """Part of the optimizer's work that a rank has."""
-
-    def beside(self, phase: str, layer_ns: float, layers: int) -> tuple[float, float]:
-        """Return by how much a layer's computation of ``layer_ns`` is slowed down, and the exposed time of all layers,
-        both in nanoseconds."""
-        operations = {("fsdp2", "forward"): ["all_gather"], ("fsdp2", "backward"): ["all_gather", "reduce_scatter"]}
+def _traffic_ns(
+    figures: ModelFigures, machine: Calibration, query: Query, parallel: str, phase: str, layer_ns: float
+) -> tuple[float, float]:
+    """Return by how much a layer's computation of ``layer_ns`` is slowed down by the traffic of parameters and
+    gradients, and the exposed time of all layers, both in nanoseconds, by the closed formulas of ring collectives."""
+    size, links = query.cluster.size, Links(machine, query.cluster)
+    if parallel == "fsdp2":
+        # A shard is copied into the buffer of a gather and the result out of it, and gradients into the buffer of a
+        # reduction; on one GPU also out of it, and a gather is one copy (`torch.distributed.fsdp._fully_shard`).
+        copies = {"all_gather": 1 + (1 / size if size > 1 else 0), "reduce_scatter": 1 if size > 1 else 2}
+        chosen = ["all_gather", "reduce_scatter"] if phase == "backward" else ["all_gather"]
+    else:
+        # DDP copies gradients into its buckets and back (``gradient_as_bucket_view=False``).
+        copies = {"all_gather": 1, "reduce_scatter": 1}
         # An all-reduce is a reduce-scatter and an all-gather.
-        default = ["reduce_scatter", "all_gather"] if phase == "backward" else []
-        chosen = operations.get((self._parallel, phase), default)
-        # FSDP2 keeps the parameters of the outermost module between the passes.
-        of_rest = ["reduce_scatter"] if (self._parallel, phase) == ("fsdp2", "backward") else chosen
-        layer_copies_ns = self._copies_ns(chosen, self._layer_bytes)
-        rest_copies_ns = self._copies_ns(of_rest, self._rest_bytes)
-        if self._cluster.size == 1 or not chosen:
-            return layer_copies_ns, rest_copies_ns
-        layer_ns += layer_copies_ns
-        per_layer = [self._collective(operation, self._layer_bytes) for operation in chosen]
-        rest_ns = sum(self._collective(operation, self._rest_bytes)[0] for operation in of_rest)
-        traffic_ns = sum(ns for ns, _ in per_layer)
-        slowed_ns = sum(min(ns, layer_ns) * share for ns, share in per_layer) + layer_copies_ns
-        # Forward, the first gather has nothing to overlap with; backward, the last reduction.
-        edge_ns = per_layer[-1][0]
-        longer_ns = layers * max(0.0, traffic_ns - layer_ns - slowed_ns + layer_copies_ns)
-        return slowed_ns, longer_ns + edge_ns + rest_ns + rest_copies_ns
+        chosen = ["reduce_scatter", "all_gather"] if phase == "backward" else []
+    # FSDP2 keeps the parameters of the outermost module between the passes.
+    of_rest = ["reduce_scatter"] if (parallel, phase) == ("fsdp2", "backward") else chosen
 
-    def _copies_ns(self, operations: Sequence[str], whole_bytes: int) -> float:
-        """Return the nanoseconds of the copies around collectives of ``whole_bytes``, each read and written once.
+    def copies_ns(operations: Sequence[str], whole_bytes: int) -> float:
+        return sum(2 * copies[operation] * whole_bytes / machine.memory_gb_s.value for operation in operations)
 
-        FSDP2 copies its shard into the buffer of a gather and the result out of it, and gradients into the buffer of a
-        reduction; on one GPU also out of it, and a gather is one copy (`torch.distributed.fsdp._fully_shard`). DDP
-        copies gradients into its buckets and back (``gradient_as_bucket_view=False``).
-        """
-        size = self._cluster.size
-        if self._parallel == "fsdp2":
-            copies = {"all_gather": 1 + (1 / size if size > 1 else 0), "reduce_scatter": 1 if size > 1 else 2}
-        else:
-            copies = {"all_gather": 1, "reduce_scatter": 1}
-        return sum(2 * copies[operation] * whole_bytes / self._memory_gb_s for operation in operations)
-
-    def _collective(self, operation: str, whole_bytes: int) -> tuple[float, float]:
+    def collective(operation: str, whole_bytes: int) -> tuple[float, float]:
         """Return a collective's nanoseconds, and the share of a kernel's rate that it takes."""
-        size = self._cluster.size
         started = CommStart(
             id=0, channel="parameters", phase="", operation=operation, members=tuple(range(size)),
             communicator="parameters", messages=(max(1, whole_bytes // size),),
         )  # fmt: skip
-        return self._links.collective_ns(started), self._links.device_share(started)
+        return links.collective_ns(started), links.device_share(started)
+
+    layer_copies_ns, rest_copies_ns = copies_ns(chosen, figures.layer_bytes), copies_ns(of_rest, figures.rest_bytes)
+    if size == 1 or not chosen:
+        return layer_copies_ns, rest_copies_ns
+    layer_ns += layer_copies_ns
+    per_layer = [collective(operation, figures.layer_bytes) for operation in chosen]
+    rest_ns = sum(collective(operation, figures.rest_bytes)[0] for operation in of_rest)
+    traffic_ns = sum(ns for ns, _ in per_layer)
+    slowed_ns = sum(min(ns, layer_ns) * share for ns, share in per_layer) + layer_copies_ns
+    # Forward, the first gather has nothing to overlap with; backward, the last reduction.
+    edge_ns = per_layer[-1][0]
+    longer_ns = query.workload.layers * max(0.0, traffic_ns - layer_ns - slowed_ns + layer_copies_ns)
+    return slowed_ns, longer_ns + edge_ns + rest_ns + rest_copies_ns
 
 
 def step_dict(step: StepPrediction) -> JsonObject:

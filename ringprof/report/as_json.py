@@ -57,8 +57,12 @@ def _summary(findings: Findings) -> JsonObject:
         ],
         "devices": list(summary.devices),
         "attention": list(summary.attention),
-        "verdict": list(findings.verdict),
-        "next_step": msgspec.to_builtins(findings.next_step),
+        "verdict": [str(line) for line in findings.verdict],
+        "next_step": msgspec.to_builtins(findings.next_step, enc_hook=str),
+        "claims": [
+            {"text": str(claim), "figures": [msgspec.structs.asdict(figure) for figure in claim.figures]}
+            for claim in findings.claims
+        ],
         "steps_listed": findings.lists_steps,
         "largest_of_other": [
             {name: getattr(kernel, name) for name in ("name", "time_ns", "calls")}
@@ -70,7 +74,7 @@ def _summary(findings: Findings) -> JsonObject:
             "all_hidden": bounds.hidden_ns,
         },
         "peak": {"tflops": work.peak.tflops, "source": work.peak.source} if work.peak else None,
-        "other_kernels": msgspec.to_builtins(work.kernels) if work.kernels != NOTHING_KNOWN else None,
+        "other_kernels": msgspec.to_builtins(work.kernels, enc_hook=str) if work.kernels != NOTHING_KNOWN else None,
         **{table.name: table.items(findings) for table in LISTINGS},
         "inference": msgspec.to_builtins(findings.inference),
         "step_rates": msgspec.to_builtins(findings.step_rates),

@@ -119,9 +119,12 @@ def render(comparison: Comparison, style: TextStyle) -> str:
     """
     notices = [clean(line, LONGEST_SENTENCE) for line in work_notices(comparison)]
     lines = [*map(style.wrap, notices), ""] if notices else []
+    names = _column_names(comparison)
     lines += [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
-             for name, entry in zip(_column_names(comparison), comparison.entries, strict=True)]  # fmt: skip
-    messages = [*verdict_lines(comparison), *_warning_lines(comparison)]
+             for name, entry in zip(names, comparison.entries, strict=True)]  # fmt: skip
+    messages = verdict_lines(comparison)
+    warned = [(name, text) for name, entry in zip(names, comparison.entries, strict=True) for text in entry.warnings]
+    messages += ["", "warnings", *(f"{name}: {clean(text)}" for name, text in warned)] if warned else []
     lines += ["", *map(style.wrap, messages)] if messages else []
     if comparison.differing:
         rows = [[clean(name), *map(clean, values)] for name, values in differing_settings(comparison).items()]
@@ -234,29 +237,18 @@ def _describe(difference: Difference, more: str, less: str) -> str:
         return f"{change}, measured once"
     low, high = sorted((100 * direction * (difference.low - 1), 100 * direction * (difference.high - 1)))
     if difference.verdict == "noise":
-        return f"no difference proved: {change} ({low:.1f} to {high:.1f}){_recordings_advice(difference)}"
+        # Where each side is a single recording, more would show the difference.
+        needed = needed_recordings(difference.recordings_to_decide)
+        advice = (
+            f"; showing {100 * abs(difference.ratio - 1):.1f} % takes {needed}" if difference.assumed_spread else ""
+        )
+        return f"no difference proved: {change} ({low:.1f} to {high:.1f}){advice}"
     return f"{change} ({low:.1f} to {high:.1f})"
-
-
-def _recordings_advice(difference: Difference) -> str:
-    """Say how many recordings per side would show the difference, where each side is a single recording."""
-    assert difference.ratio is not None
-    if difference.assumed_spread is None:
-        return ""
-    return (
-        f"; showing {100 * abs(difference.ratio - 1):.1f} % takes {needed_recordings(difference.recordings_to_decide)}"
-    )
 
 
 def needed_recordings(count: int | None) -> str:
     """Say how many recordings per side are needed; None stands for more than are worth advising."""
     return f"about {count} recordings per side" if count else f"more than {MOST_RECORDINGS} recordings per side"
-
-
-def _warning_lines(comparison: Comparison) -> list[str]:
-    names = _column_names(comparison)
-    messages = [(name, text) for name, entry in zip(names, comparison.entries, strict=True) for text in entry.warnings]
-    return ["", "warnings", *(f"{name}: {clean(text)}" for name, text in messages)] if messages else []
 
 
 def _column_names(comparison: Comparison) -> list[str]:

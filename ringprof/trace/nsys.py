@@ -233,16 +233,20 @@ class _Export:
             self.names[name] = len(self.names)
         return self.names[name]
 
-    def texts(self, wanted: Int64) -> dict[int, str]:
-        """Return the entries of the table of strings whose ids are wanted."""
-        wanted_ids = set(wanted.tolist())
+    def texts(self, wanted: Callable[[Any, str], bool]) -> dict[int, str]:
+        """Return the entries of the table of strings that are wanted by their id and text."""
         texts = {}
         for rows in self.select(_STRINGS, ("id", "value")):
             for key, text in rows:
-                if key in wanted_ids and isinstance(text, str):
+                if isinstance(text, str) and wanted(key, text):
                     texts[key] = text
-                    self.budget.take(bytes_of_text(texts[key]), self.path)
+                    self.budget.take(bytes_of_text(text), self.path)
         return texts
+
+    def texts_of(self, ids: Int64) -> dict[int, str]:
+        """Return the entries of the table of strings with these ids."""
+        wanted_ids = set(ids.tolist())
+        return self.texts(lambda key, _: key in wanted_ids)
 
 
 # --- from tables to traces ----------------------------------------------------------------------------
@@ -317,7 +321,7 @@ def _activities(export: _Export) -> _Rows:
     copies = export.integer_columns(_COPIES, {**_ACTIVITY, "size_bytes": "bytes", "kind": "copyKind"})
     sets = export.integer_columns(_SETS, {**_ACTIVITY, "size_bytes": "bytes"})
     text = np.where(kernels["text"] != NONE, kernels["text"], kernels["short"])
-    texts = export.texts(text)
+    texts = export.texts_of(text)
     export.unnamed = int(np.count_nonzero(~among(text, np.array(list(texts), np.int64))))
     kernels["name"] = _map_distinct(text, lambda key: export.name_index(texts.get(key, "unknown kernel")))
     kernels["size_bytes"] = np.full(len(text), NONE, np.int64)
@@ -336,7 +340,7 @@ def _runtime_calls(export: _Export) -> _Rows:
     """Read the calls of the CUDA runtime and driver, each with the index of its name without the API version."""
     wanted = {**_TIMES, "thread": "globalTid", "correlation": "correlationId", "text": "nameId"}
     rows = export.integer_columns(_CALLS, wanted)
-    texts = export.texts(distinct(rows["text"]))
+    texts = export.texts_of(distinct(rows["text"]))
     rows["name"] = _map_distinct(
         rows["text"], lambda key: export.name_index(_VERSION.sub("", texts.get(key, "CUDA call")))
     )
@@ -364,7 +368,7 @@ def _marks(export: _Export) -> _Rows:
     chunks = map(name_ranges, export.select(_MARKS, ("start", "end", "globalTid", "textId", "text")))
     rows = export.join_chunks(("start_ns", "end_ns", "thread", "text", "mark"), chunks)
     unnamed = rows["mark"] == NONE
-    marks = {key: _mark_code(export, text) for key, text in export.texts(rows["text"][unnamed]).items()}
+    marks = {key: _mark_code(export, text) for key, text in export.texts_of(rows["text"][unnamed]).items()}
     rows["mark"][unnamed] = _map_distinct(rows["text"][unnamed], lambda key: marks.get(key, NONE))
     rows = export.with_valid_times(_select(rows, rows["mark"] != NONE))
     return {**rows, "name": rows["mark"] >> 1, "operator": rows["mark"] & 1}
@@ -384,7 +388,7 @@ def _nccl_calls(export: _Export) -> tuple[_Rows, list[NcclCall]]:
         count_before = len(layouts)
         add_entries(layouts, entries)
         export.budget.take(bytes_of_collectives(len(layouts) - count_before), export.path)
-    names = _nccl_names(export) if layouts else {}
+    names = export.texts(lambda _, text: text.startswith("nccl")) if layouts else {}
     calls: dict[NcclCall, int] = {}
 
     def decode_rows(rows: list[tuple[Any, ...]]) -> Int64:
@@ -402,17 +406,6 @@ def _nccl_calls(export: _Export) -> tuple[_Rows, list[NcclCall]]:
     # Rows without times are already counted as skipped, among the ranges.
     valid = (abs(rows["start_ns"]) < LARGEST_NS) & (abs(rows["end_ns"]) < LARGEST_NS)
     return _select(rows, valid), list(calls)
-
-
-def _nccl_names(export: _Export) -> dict[int, str]:
-    """Return the strings of the export that name NCCL calls, by id."""
-    names = {}
-    for rows in export.select(_STRINGS, ("id", "value")):
-        for key, text in rows:
-            if isinstance(text, str) and text.startswith("nccl"):
-                names[key] = text
-                export.budget.take(bytes_of_text(text), export.path)
-    return names
 
 
 def _rank_order(activities: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]]) -> list[int]:

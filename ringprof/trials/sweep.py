@@ -120,8 +120,7 @@ def run_sweep(
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     sweep = read_sweep(path) if path.exists() else Sweep()
-
-    def record_row(request: RecordRequest, number: int) -> Row:
+    for _, request in take_turns(requests, lambda number: True):
         row = _finished_row(sweep, request, folder)
         if row is None:
             row = _record_row(replace(request, output=str(folder / "run.json")), reporter)
@@ -129,9 +128,6 @@ def run_sweep(
             save(path, sweep)
         else:
             _report_other_options(row, request, path, reporter)
-        return row
-
-    for row in take_turns(requests, record_row, lambda number: True):
         yield row, analysis_of(row, folder)
 
 

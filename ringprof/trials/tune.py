@@ -121,12 +121,6 @@ def tune(
     trials, device, machine = _trials(base, machine, strategies, top, reporter)
     number, tuning = 1, None
 
-    def record_trial(trial: Trial, of_round: int) -> None:
-        nonlocal number
-        number = of_round
-        if trial.running:
-            _record(trial, number, base, path.parent, reporter)
-
     def ended(of_round: int) -> bool:
         """Judge the trials after a round and write the outcome; return whether no further round follows."""
         nonlocal tuning
@@ -140,8 +134,9 @@ def tune(
         return tuning.stopped_by != "rounds" or of_round == rounds
 
     try:
-        for _ in take_turns(trials, record_trial, ended):
-            pass
+        for number, trial in take_turns(trials, ended):
+            if trial.running:
+                _record(trial, number, base, path.parent, reporter)
     except Interrupted:
         rounds_before = f"{number - 1} round{'s' if number > 2 else ''}"
         kept = f"{path} holds the {rounds_before} before it" if number > 1 else "no result was written"

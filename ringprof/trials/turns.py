@@ -6,7 +6,7 @@ A sweep records every choice once; a tuning goes on until one is faster. Both re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,7 +21,6 @@ from ringprof.recording import RecordRequest, record
 from ringprof.run import Run
 
 _Trial = TypeVar("_Trial")
-_Outcome = TypeVar("_Outcome")
 Status = Literal["ok", "oom", "unfit", "failed"]
 
 
@@ -31,17 +30,11 @@ def refuse_launcher() -> None:
         raise UsageError("bench starts its own ranks: run it without torchrun or srun, on one node")
 
 
-def take_turns(
-    trials: Iterable[_Trial], record_trial: Callable[[_Trial, int], _Outcome], ended: Callable[[int], bool]
-) -> Iterator[_Outcome]:
-    """Record every trial in turn, and yield the outcome; begin another round until ``ended`` returns true after one.
-
-    ``record_trial`` gets the number of the round, from 1, and decides whether its trial still takes part.
-    """
-    trials = list(trials)
+def take_turns(trials: Sequence[_Trial], ended: Callable[[int], bool]) -> Iterator[tuple[int, _Trial]]:
+    """Yield every trial in turn with the number of its round, from 1, until ``ended`` returns true after a round."""
     for number in count(1):
         for trial in trials:
-            yield record_trial(trial, number)
+            yield number, trial
         if ended(number):
             return
 

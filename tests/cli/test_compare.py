@@ -8,7 +8,9 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import ringprof
 from ringprof import cli
 from ringprof.report.text import TextStyle
+from ringprof.results import comparison as comparing
 from tests.loaded import analysis
 from tests.paths import ROOT
 from tests.renamed import with_gpu_named
@@ -24,6 +27,15 @@ from tests.renamed import with_gpu_named
 ZIGZAG, RING, BURST = (str(ROOT / "traces" / f"h200x4-{name}-262144") for name in ("zigzag", "ring", "burst"))
 TRACES = str(ROOT / "tests" / "data" / "h200x8-zigzag-131072")
 TABLE, LOG = (str(next((ROOT / "tests" / "data" / "logs").glob(f"{number}_*.txt"))) for number in ("002", "001"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def read_once() -> Iterator[None]:
+    """Read each path once: reading takes most of the time, and other tests are about it."""
+    read = cache(comparing._loaded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing, "_loaded", lambda source, reading: read(source, replace(reading, notify=None)))
+        yield
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -116,7 +116,9 @@ def test_former_commands_name_the_new_one(
     [
         (["report", RUN, "--ranks-per-host", "2"], "--ranks-per-node"), (["predict", "--hosts=2"], "--nodes"),
         (["advise", "--gpus-per-host", "2"], "--gpus-per-node"), (["predict", "--check", "x.csv"], "--against"),
-        (["report", RUN, "--hops"], "--show hops"), (["report", RUN, "--layers"], "--show layers"),
+        (["advise", "--world", "4"], "--nodes and --gpus-per-node"),
+        (["kernels", "--measure"], "ringprof calibrate --rates"), (["report", RUN, "--layers"], "--show layers"),
+        (["report", "x.txt", "--no-causal"], "--setting causal=VALUE"), (["report", RUN, "--hops"], "--show hops"),
     ],
 )  # fmt: skip
 def test_former_options_name_the_new_one(arguments: list[str], now: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +155,8 @@ def test_commands_and_options_stay_few() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--rates", "--seconds", "9"], "--seconds: not with --rates"), (["--heads", "2"], "--heads: goes with --rates"),
-     (["--format", "json"], "--format: goes with --rates"), (["--rates", RUN], "runs: not with --rates")],
+     (["--format", "json"], "--format: goes with --rates"), (["--rates", RUN], "runs: not with --rates"),
+     ([RUN, "--parts", "links"], "--parts: not with recorded runs, which are not measured again")],
 )  # fmt: skip
 def test_options_of_rates_and_of_calibrations_do_not_mix(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ringprof.prediction import measure, microbenchmark
 from ringprof.prediction.calibration import Calibration, assumed_calibration
 from ringprof.prediction.microbenchmark import Bench
+from ringprof.strategies.kernels.registry import KERNELS
 
 CUDA = torch.device("cuda", 0)
 MULTIPROCESSORS, TILE = 132, 128
@@ -250,6 +251,13 @@ class _Kernel:
         gpu().attention("backward", q, k, causal, parts)
 
 
+def _kernel_named(name: str) -> Any:
+    """Return what creates a kernel of this name, with the masks of the real one."""
+    create: Any = partial(_Kernel, name)
+    create.takes_windows, create.varlen = KERNELS[name].takes_windows, KERNELS[name].varlen
+    return create
+
+
 class _Communicator:
     """Hops and collectives over simulated links."""
 
@@ -361,7 +369,7 @@ def simulate_torch(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(measure, "device_telemetry", _telemetry)
     patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    patch.setattr(measure, "KERNELS", {name: lambda name=name: _Kernel(name) for name in ("cudnn", "flash-attn")})
+    patch.setattr(measure, "KERNELS", {name: _kernel_named(name) for name in ("cudnn", "flash-attn")})
     patch.setattr(measure, "Communicator", _Communicator)
     patch.setattr(measure, "_passes_to_measure", lambda bench, kernels: _passes(bench.size, tuple(kernels)))
     patch.setattr(

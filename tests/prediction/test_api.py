@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 import ringprof
 from ringprof.errors import UnknownStrategyError, UnsupportedWorkloadError, UsageError
-from ringprof.prediction.advise import Advice, Choice, Point, _on_front, crossings, probability_faster
+from ringprof.prediction.advise import Advice, Choice, _on_front, crossings, probability_faster
 from ringprof.prediction.api import Prediction, Recommendation
 from ringprof.prediction.calibration import read_calibration
 from ringprof.prediction.predict import inputs
@@ -145,7 +145,7 @@ def test_crossing_points_by_hand(
     others: tuple[float, float], variance: dict[str, float], expected: list[float]
 ) -> None:
     points = [
-        Point(position, (_prediction_of(1.0, variance), _prediction_of(ms, variance)))
+        (position, (_prediction_of(1.0, variance), _prediction_of(ms, variance)))
         for position, ms in zip((1.0, 4.0), others, strict=True)
     ]
     assert [value for value, _ in crossings(points)] == pytest.approx(expected)
@@ -162,9 +162,9 @@ def test_error_of_a_family_is_shared_within_it_only(strategy: str, probability: 
     first, second = _prediction_of(1.0, {"family": 0.0025}), _prediction_of(1.03, {"family": 0.0025}, strategy)
     assert probability_faster(first, second) == pytest.approx(probability, abs=1e-3)
     choices: Any = [SimpleNamespace(prediction=prediction, fits=True) for prediction in (first, second)]
-    assert len(Advice(tuple(choices), (), (), (), ()).undecided()) == (probability < 0.8)
+    assert len(Advice(tuple(choices), (), {}).undecided()) == (probability < 0.8)
     choices[1].fits = False
-    assert Advice(tuple(choices), (), (), (), ()).undecided() == []
+    assert Advice(tuple(choices), (), {}).undecided() == []
 
 
 def test_advice_says_what_it_cannot_tell() -> None:
@@ -239,7 +239,7 @@ def choice(label: str, **parts_ms: float) -> Any:
 )  # fmt: skip
 def test_why_not_the_second_choice_names_gain_and_loss(other: dict[str, float], expected: str) -> None:
     choices: tuple[Choice, ...] = (choice("a", kernel=1000.0, peers=100.0), choice("b", **other))
-    assert Advice(choices, (), (), (), ()).why_not_the_second() == expected
+    assert Advice(choices, (), {}).why_not_the_second() == expected
 
 
 def test_invalid_prediction_arguments_are_refused() -> None:

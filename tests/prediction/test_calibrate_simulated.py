@@ -20,7 +20,6 @@ import torch
 from msgspec.structs import replace
 
 from ringprof import cli
-from ringprof.dryrun.schedule import AttentionOp
 from ringprof.errors import UsageError
 from ringprof.prediction.calibration import (
     Calibration,
@@ -31,8 +30,9 @@ from ringprof.prediction.calibration import (
     read_calibration,
 )
 from ringprof.prediction.host_model import times_us
+from ringprof.prediction.kernel_model import block_of
 from ringprof.prediction.machine import Curves
-from ringprof.prediction.shapes import HEAD_DIM, kernel_cases
+from ringprof.prediction.measure import kernel_cases
 from ringprof.prediction.text import calibration_text
 from ringprof.report.text import TextStyle
 from tests.prediction.simulated_gpu import Truth, calibrate
@@ -74,12 +74,6 @@ def machine(seed: int) -> Truth:
     )  # fmt: skip
 
 
-def block(phase: Phase, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> AttentionOp:
-    return AttentionOp(
-        label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM, causal=causal
-    )
-
-
 def share_within(errors: list[float], limit: float) -> float:
     """Return the share of errors, in units of stated spreads, that lie within a limit."""
     return fmean(abs(error) < limit for error in errors)
@@ -96,7 +90,7 @@ def curve_errors(patch: pytest.MonkeyPatch, seeds: range, seconds: float) -> tup
         for phase in phases:
             for heads, kv_heads in HEADS:
                 for q, kv, causal in LENGTHS:
-                    estimate = curves.estimate(block(phase, q, kv, heads, kv_heads, causal=causal))
+                    estimate = curves.estimate(block_of(phase, q, kv, heads, kv_heads, causal=causal))
                     cool_ns = truth.attention_ns(phase, q, kv, heads, kv_heads, causal=causal)
                     hot_ns = cool_ns * (1 + truth.throttling)
                     errors[q].append(math.log(estimate.ns / hot_ns) / estimate.spread)
@@ -210,7 +204,7 @@ def test_a_size_without_memory_is_named_and_the_rest_is_measured(monkeypatch: py
     failures = calibration.unmeasured
     assert len(failures) == len(large) and all("out of memory" in line for line in failures)
     assert "cudnn forward 65536 x 65536, 40 heads, 40 kv, causal=True: " in "\n".join(failures)
-    estimate = Curves(calibration, "cudnn").estimate(block("forward", 16384, 16384, 40, 40, causal=True))
+    estimate = Curves(calibration, "cudnn").estimate(block_of("forward", 16384, 16384, 40, 40, causal=True))
     true_ns = Truth().attention_ns("forward", 16384, 16384, 40, 40, causal=True) * 1.1
     assert estimate.ns == pytest.approx(true_ns, rel=0.02)
 
@@ -219,7 +213,7 @@ def test_phase_that_fails_has_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = calibrate(monkeypatch, Truth(), ["kernels"], kernel_error=no_backward)
     assert {sample.phase for sample in calibration.kernel("cudnn").samples} == {"forward"}
     with pytest.raises(UsageError, match="cudnn backward': nothing measured of this phase"):
-        Curves(calibration, "cudnn").estimate(block("backward", 4096, 4096, 40, 40, causal=True))
+        Curves(calibration, "cudnn").estimate(block_of("backward", 4096, 4096, 40, 40, causal=True))
 
 
 def test_calibrate_measures_the_rest_when_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +270,7 @@ def test_interrupted_calibration_keeps_saved_samples(monkeypatch: pytest.MonkeyP
     counts = [len(parse_calibration(data, "saved").kernel("cudnn").samples) for data in saved]
     assert len(counts) == 3 and 0 < counts[0] < counts[1] < counts[2] < len(kernel_cases(["cudnn"]))
     estimate = Curves(parse_calibration(saved[-1], "saved"), "cudnn").estimate(
-        block("forward", 8192, 8192, 40, 40, causal=True)
+        block_of("forward", 8192, 8192, 40, 40, causal=True)
     )
     true_ns = Truth().attention_ns("forward", 8192, 8192, 40, 40, causal=True) * 1.1
     assert estimate.ns == pytest.approx(true_ns, rel=0.05)

@@ -52,9 +52,10 @@ def test_the_plan_is_what_the_ranks_do(seed: int) -> None:
     world, capacity, sizes = 8, 64, [1, 2, 8]
     lengths = np.minimum(1 + generator.lognormal(3.0, 1.2, size=60).astype(int), 8 * capacity).tolist()
     result = plan(lengths, world, sizes, capacity)
+    total, alone, rows = result["all"], result["all on 8"], [row for name, row in result.items() if name.isdigit()]
     steps_of_all = 0
     slowest_of_all = pairs_of_all = 0.0
-    for row in result.sizes:
+    for row in rows:
         smaller = [size for size in sizes if size < row.size]
         own = [x for x in lengths if x <= row.size * capacity and all(x > size * capacity for size in smaller)]
         assert row.documents == len(own) and row.tokens_share == pytest.approx(sum(own) / sum(lengths))
@@ -71,10 +72,10 @@ def test_the_plan_is_what_the_ranks_do(seed: int) -> None:
         steps_of_all += len(steps)
         slowest_of_all += ranks.max(1).sum()
         pairs_of_all += ranks.sum()
-    assert sum(row.flops_share for row in result.sizes) == pytest.approx(1.0)
-    assert result.total.steps == steps_of_all
-    assert result.total.busiest == pytest.approx(slowest_of_all / (pairs_of_all / world))
-    assert result.largest_alone.sequences == len(packed(lengths, 8 * capacity)) == result.largest_alone.steps
+    assert sum(row.flops_share for row in rows) == pytest.approx(1.0)
+    assert total.steps == steps_of_all
+    assert total.busiest == pytest.approx(slowest_of_all / (pairs_of_all / world))
+    assert alone.sequences == len(packed(lengths, 8 * capacity)) == alone.steps
 
 
 def pairs_of(documents: Documents) -> int:
@@ -91,12 +92,13 @@ def test_times_of_steps_add_up() -> None:
 
     lengths = [*range(20, 400, 3), *[700] * 5]
     result = plan(lengths, 4, [1, 4], 400, time_of)
-    for row in result.sizes:
+    rows = [row for name, row in result.items() if name.isdigit()]
+    for row in rows:
         sequences = packed([x for x in lengths if (x > 400) == (row.size == 4)], row.size * 400)
         busiest = sorted(map(pairs_of, sequences), reverse=True)[:: 4 // row.size]
         assert row.time_ns == pytest.approx(sum(100.0 + pairs / row.size for pairs in busiest))
     assert len(timed) <= 3 * TIMED_STEPS
-    assert result.total.time_ns == pytest.approx(sum(row.time_ns or 0.0 for row in result.sizes))
+    assert result["all"].time_ns == pytest.approx(sum(row.time_ns or 0.0 for row in rows))
 
 
 def test_short_documents_beyond_the_curves_take_the_time_of_the_last_that_is_reached() -> None:
@@ -105,9 +107,9 @@ def test_short_documents_beyond_the_curves_take_the_time_of_the_last_that_is_rea
             raise OutsideCalibration("too short")
         return float(pairs_of(documents))
 
-    few_short = plan([1000] * 4 + [10], 1, [1], 1000, time_of).sizes[0]
+    few_short = plan([1000] * 4 + [10], 1, [1], 1000, time_of)["1"]
     assert few_short.time_ns == pytest.approx(5 * pairs_of((1000,)))
-    many_short = plan([100] + [40] * 100, 1, [1], 100, time_of).sizes[0]
+    many_short = plan([100] + [40] * 100, 1, [1], 100, time_of)["1"]
     assert many_short.time_ns is None and many_short.reason == "too short"
 
 
@@ -132,7 +134,9 @@ def test_a_document_takes_the_time_that_predict_says() -> None:
         assert time_of((65536 - 2 * size + 1,), size) == alone.median_ns
 
 
-def test_the_command_prints_every_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_every_size(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     command = [
         "advise", "--seq", "1m", "--documents", "lognormal:mean=16384,sigma=0.8,seed=3", "--cp-sizes", "1,2,8",
         "--tokens-per-rank", "32k",
@@ -145,6 +149,7 @@ def test_the_command_prints_every_size(capsys: pytest.CaptureFixture[str]) -> No
     assert cli.run(command) == 0
     text = capsys.readouterr().out
     assert "busiest rank" in text and "predicted" not in text
+    monkeypatch.setattr("ringprof.prediction.cp_sizes.TIMED_STEPS", 1)
     assert cli.run([*command, "--machine", "h200", "--heads", "32", "--kv-heads", "8"]) == 0
     assert "attention" in capsys.readouterr().out
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 from ringprof.cli import run
+from ringprof.prediction.advise import deciding_experiment
 from ringprof.prediction.calibration import read_calibration
-from ringprof.prediction.experiment import deciding_experiment
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import PredictionResult, predict
 from ringprof.prediction.query import Query
@@ -35,9 +35,12 @@ def test_predictions_with_the_result_change_the_order() -> None:
     first, second = predictions(400.0)
     assert first.median_ns < second.median_ns
     experiment = deciding_experiment(first, second)
-    assert experiment is not None and experiment.input.gpus == 2 and "between two nodes" in experiment.sentence()
-    match = re.fullmatch(r"at least ([0-9.]+) GB/s \(50\.0 assumed\)", experiment.overturned_by)
-    assert match is not None and 0 < experiment.probability < 0.5
+    assert experiment is not None and 0 < experiment[0] < 0.5
+    match = re.fullmatch(
+        r"the rate between two nodes \(on two GPUs: .*\): at least ([0-9.]+) GB/s \(50\.0 assumed\) would put it.*",
+        experiment[1],
+    )
+    assert match is not None
     first, second = predictions(1.1 * 8 * float(match[1]))
     assert second.median_ns < first.median_ns
 

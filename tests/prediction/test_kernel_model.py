@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction.calibration import KernelSample, assumed_calibration, read_calibration
-from ringprof.prediction.kernel_model import EXTRAPOLATED_SPREAD, Curve, OutsideCalibration
+from ringprof.prediction.kernel_model import EXTRAPOLATED_SPREAD, Curve, OutsideCalibration, block_of
 from ringprof.prediction.machine import Curves
+from tests.tiers import tiered
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -27,9 +28,7 @@ def block(
     q: int, kv: int, causal: bool = False, heads: int = 32, kv_heads: int = 32, head_dim: int = 128,
     phase: Literal["forward", "backward"] = "forward",
 ) -> AttentionOp:  # fmt: skip
-    return AttentionOp(
-        label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal
-    )
+    return block_of(phase, q, kv, heads, kv_heads, head_dim, causal=causal)
 
 
 def law(op: AttentionOp) -> float:
@@ -142,7 +141,7 @@ def test_each_head_size_has_its_own_curve() -> None:
         curves.estimate(msgspec.structs.replace(op, head_dim=96))
 
 
-@pytest.mark.parametrize(("name", "within"), [("h200", 0.05), ("h100", 0.05), ("b200", 0.07)])
+@tiered("name, within", [("h200", 0.05), ("h100", 0.05), ("b200", 0.07)], fast=[("h100", 0.05), ("b200", 0.07)])
 def test_bundled_curves_predict_held_out_lengths(name: str, within: float) -> None:
     """Each length of a curve is left out and predicted from the others; the mean error stays within the limit."""
     machine, errors = read_calibration(name), []

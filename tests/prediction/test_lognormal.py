@@ -8,7 +8,7 @@ from statistics import quantiles
 
 import pytest
 
-from ringprof.prediction.lognormal import Lognormal, MaxLognormal
+from ringprof.prediction.predict import Lognormal, MaxLognormal
 
 
 def test_quantiles_of_max_lognormal_equal_those_of_draws() -> None:

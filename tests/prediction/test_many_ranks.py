@@ -71,10 +71,9 @@ def test_points_from_few_ranks_agree_with_all_ranks() -> None:
     )  # fmt: skip
     machine, cache = read_calibration("h100"), ScheduleCache()
     at_question = predict(query, machine, cache.of, draws=1)
-    for axis, values in (("NICs", [100.0, 400.0]), ("hosts", [16, 32])):
-        same, other = _sweep(axis, values, [at_question], machine, cache.of, ignore_progress)
-        assert same.predictions == (at_question,)
-        (scaled,) = other.predictions
+    for axis, values in (("nic", [100.0, 400.0]), ("hosts", [16, 32])):
+        (_, same), (_, (scaled,)) = _sweep(axis, values, [at_question], machine, cache.of, ignore_progress)
+        assert same == [at_question]
         whole = predict(scaled.query, machine, cache.of, draws=1)
         assert scaled.few_ranks and not whole.few_ranks
         assert scaled.median_ns == pytest.approx(whole.median_ns, rel=0.03)

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="a dry run needs it")
 from dev.benchmarks.prediction import plain_masks, without_masks
 from ringprof.dryrun.schedule import AttentionOp
 from ringprof.prediction.calibration import read_calibration
-from ringprof.prediction.kernel_model import OutsideCalibration
+from ringprof.prediction.kernel_model import SHAPE, OutsideCalibration
 from ringprof.prediction.machine import MASKED_OVER_PLAIN, curves_of
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import inputs, predict
@@ -28,8 +28,7 @@ def test_the_ratios_are_those_of_the_measured_calls(machine: str, kernel: str) -
     for sample in read_calibration(machine).kernel(kernel).samples:
         if sample.pairs is None or sample.head_dim != 128:
             continue
-        names = ("phase", "batch", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences")
-        estimate = curves.estimate(AttentionOp(label="", **{name: getattr(sample, name) for name in names}))
+        estimate = curves.estimate(AttentionOp(label="", **{name: getattr(sample, name) for name in SHAPE}))
         off.append(abs(math.log(sample.ns / estimate.ns)) / estimate.spread)
     assert len(off) >= 19 and sum(distance <= 2 for distance in off) >= 0.9 * len(off)
 

@@ -6,6 +6,7 @@ The machine has constant rates, without throttling, randomness, host time, merge
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -157,10 +158,8 @@ def constant_machine(hop: float, collective: float, latency_us: float) -> Calibr
         phase="forward", q=1, kv=1, heads=1, kv_heads=1, head_dim=128, causal=False, ns=1.0, origin="assumed", source=""
     )  # fmt: skip
     kernel = KernelFigures(name="flash-attn", fills_device=False, tail=nothing, lead=nothing, samples=[sample])
-    host = Host(
-        call_us=nothing, launch_us=nothing, forward_us=nothing, backward_us=nothing, post_us=nothing, wait_us=nothing,
-        host_variation=nothing,
-    )  # fmt: skip
+    kinds: Any = {name: nothing for name in Host.__struct_fields__ if name.endswith("_us")}
+    host = Host(**kinds, host_variation=nothing)
     return msgspec.structs.replace(
         assumed_calibration("made up", "made up", 132, 1 << 40), kernels=[kernel], same_host=link,
         memory_gb_s=figure(1e12),

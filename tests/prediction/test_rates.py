@@ -14,6 +14,7 @@ from ringprof.dryrun.schedule import AttentionOp
 from ringprof.kernel_rates import BUNDLED, block_times, bundled_rates
 from ringprof.prediction.calibration import Calibration, KernelFigures, KernelSample, read_calibration
 from ringprof.prediction.fit import schedule_of_run
+from ringprof.prediction.kernel_model import block_of
 from ringprof.prediction.machine import Curves, with_rates
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
@@ -106,10 +107,7 @@ def test_auto_takes_a_kernel_within_3_percent_of_the_fastest_by_the_bundled_curv
     order = [kernel.name for kernel in auto_order(128) if kernel.name in curves]
     assert order[:2] == ["flash-attn-3", "flash-attn-4"]
     for tokens, (heads, kv_heads), causal in product((2048, 8192, 32768, 65536), ((40, 40), (24, 4)), (True, False)):
-        block = AttentionOp(
-            label="", phase="forward", batch=1, q=tokens, kv=tokens, heads=heads, kv_heads=kv_heads, head_dim=128,
-            causal=causal,
-        )  # fmt: skip
+        block = block_of("forward", tokens, tokens, heads, kv_heads, causal=causal)
         passes = block, msgspec.structs.replace(block, phase="backward")
         ns = [sum(curves[kernel].estimate(op).ns for op in passes) for kernel in order]
         assert ns[0] < 1.03 * min(ns), block

@@ -34,10 +34,10 @@ from ringprof.prediction.calibration import (
 from ringprof.prediction.host_model import host_ns
 from ringprof.prediction.kernel_model import OutsideCalibration
 from ringprof.prediction.measure_recurrences import (
-    RecurrenceCase,
     curves_from,
     measure_recurrences,
     measured_curve,
+    recurrence_case,
     recurrence_cases,
 )
 from ringprof.prediction.microbenchmark import Bench
@@ -152,7 +152,7 @@ def made_up(operators: tuple[Operator, ...] = ("gdn",)) -> Calibration:
     kernels = {"gdn": "gated_delta_rule", "simple-gla": "simple_gla", "gla": "gla"}
     samples = [
         measured_curve(
-            "fla", case, phase, part,
+            "fla", msgspec.structs.replace(case, phase=phase, part=part),
             RecurrencePoint(case.tokens, ns * case.tokens * case.heads, 0.01, HOST_US), "made up",
         )
         for case in recurrence_cases([kernels[name] for name in operators])
@@ -343,7 +343,7 @@ def test_errors_of_timed_shapes_are_those_that_the_page_states() -> None:
 
 
 def test_every_part_is_measured_on_a_device() -> None:
-    cases = [RecurrenceCase("gated_delta_rule", 64, 1, *ends) for ends in ((False, False), (True, True))]
+    cases = [recurrence_case("gated_delta_rule", 64, 1, *ends) for ends in ((False, False), (True, True))]
     curves = measure_recurrences(Bench(torch.device("cpu")), math.inf, "reference", cases)
     parts = {(curve.phase, curve.part, curve.receives) for curve in curves}
     assert len(curves) == len(parts) == 8

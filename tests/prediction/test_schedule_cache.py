@@ -15,7 +15,7 @@ from ringprof.dryrun.schedule import Schedule
 from ringprof.prediction import schedules
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.prediction.schedules import ScheduleCache, schedule_of, stand_in_schedule
+from ringprof.prediction.schedules import ScheduleCache, schedule, schedule_of
 from ringprof.workload.workload import Workload
 
 CLUSTER = Cluster(2, 2, nic_gbit=400.0)
@@ -41,11 +41,11 @@ def test_every_program_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links and rates need no new program; another length, transport or cluster does."""
     created: list[object] = []
 
-    def count_calls(*arguments: Any) -> Schedule:
-        created.append(arguments[-1])
-        return stand_in_schedule(*arguments)
+    def count_calls(*arguments: Any, **options: Any) -> Schedule:
+        created.append(options["ranks"])
+        return schedule(*arguments, **options)
 
-    monkeypatch.setattr(schedules, "stand_in_schedule", count_calls)
+    monkeypatch.setattr(schedules, "schedule", count_calls)
     cache, query = ScheduleCache(), Query("zigzag", PROBLEM, CLUSTER, "cudnn")
     for ranks in ([0], [3, 0], None, [1]):
         assert [program.rank for program in cache.of(query, CLUSTER, ranks).programs] == (ranks or [0, 1, 2, 3])
@@ -56,3 +56,9 @@ def test_every_program_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one_host = Cluster(1, 4)
     cache.of(replace(query, cluster=one_host), one_host, [0])
     assert created[3:] == [[0, 1, 2, 3], [0], [0]]
+
+
+def test_parameters_of_any_type_are_taken() -> None:
+    """A strategy of a user may have a list as a parameter."""
+    query = Query("tests.prediction.user_strategies:Chatty", PROBLEM, CLUSTER, "cudnn", params={"extra": [7]})
+    assert schedule_of(query, CLUSTER, [0]).params["extra"] == [7]

@@ -20,7 +20,7 @@ from ringprof.prediction.score import Scored, read_forecasts
 from ringprof.run import read_run, write_run
 from ringprof.workload.workload import Workload
 from tests.paths import TRACES
-from tests.prediction.test_commands import run
+from tests.prediction.test_commands import answer, run
 
 ZIGZAG = TRACES / "h200x4-zigzag-65536"
 
@@ -64,12 +64,9 @@ def test_error_and_interval_follow_from_the_run(
     measured = median_ms(ZIGZAG)
     low, middle, high = (factor * measured for factor in factors)
     path = save(tmp_path, forecast_of(ZIGZAG, (low, middle, high)))
-    code, out, _ = run(capsys, "compare", path, str(ZIGZAG), "--format", "json")
-    answer = json.loads(out)
-    (score,) = answer["scores"]
-    assert (
-        code == 0 and answer["schema"] == "ringprof.settlement/1" and (answer["inside"], answer["count"]) == (inside, 1)
-    )
+    settled = answer(capsys, "compare", path, str(ZIGZAG))
+    (score,) = settled["scores"]
+    assert settled["schema"] == "ringprof.settlement/1" and (settled["inside"], settled["count"]) == (inside, 1)
     assert score["error"] == pytest.approx(factors[1] - 1, abs=1e-5) and score["inside"] is inside
     _, out, _ = run(capsys, "compare", path, str(ZIGZAG))
     words = f"{abs(factors[1] - 1):.1%}".replace("%", " %") + (" too long" if factors[1] > 1 else " too short")
@@ -106,12 +103,10 @@ def test_rows_of_a_table_are_scored_only_where_they_are_what_was_predicted(
     table = tmp_path / "table.csv"
     table.write_text(TABLE.format(heads=workload.heads, kv=workload.kv_heads, ms=100.0))
     path = save(tmp_path, forecast_of(ZIGZAG, (90.0, 110.0, 120.0)))
-    code, out, _ = run(capsys, "compare", path, str(table), str(ZIGZAG), "--format", "json")
-    answer = json.loads(out)
-    assert code == 0
-    assert [(score["source"], score["error"]) for score in answer["scores"]][:1] == [(f"{table}:2", 0.1)]
-    assert len(answer["scores"]) == 2 and answer["scores"][1]["source"] == str(ZIGZAG)
-    reasons = [entry["reason"] for entry in answer["others"]]
+    settled = answer(capsys, "compare", path, str(table), str(ZIGZAG))
+    first, second = settled["scores"]
+    assert (first["source"], first["error"], second["source"]) == (f"{table}:2", 0.1, str(ZIGZAG))
+    reasons = [entry["reason"] for entry in settled["others"]]
     for reason, part in zip(
         reasons,
         ("kernel flash-attn instead of cudnn", "backward False instead of True", "seq 131072 instead of 65536",
@@ -128,15 +123,14 @@ def test_advice_and_predicted_folders_are_forecasts(tmp_path: Path, capsys: pyte
     ring["question"]["strategy"] = "ring"
     choices = [{"label": "ring", **ring}, {"label": "zigzag, hops by NCCL", **right}]
     path = save(tmp_path, {"schema": "ringprof.advice/1", "choices": choices})
-    code, out, _ = run(capsys, "compare", path, str(ZIGZAG), "--format", "json")
-    assert code == 0 and [score["forecast"] for score in json.loads(out)["scores"]] == ["zigzag, hops by NCCL"]
+    (score,) = answer(capsys, "compare", path, str(ZIGZAG))["scores"]
+    assert score["forecast"] == "zigzag, hops by NCCL"
     folder = tmp_path / "predicted"
     folder.mkdir()
     assert run(capsys, "predict", "--like", str(ZIGZAG), "--machine", "h200", "-o", str(folder))[0] == 0
     saved = tmp_path / "saved.json"
     saved.write_text(run(capsys, "predict", "--like", str(ZIGZAG), "--machine", "h200", "--format", "json")[1])
-    answers = [json.loads(run(capsys, "compare", str(name), str(ZIGZAG), "--format", "json")[1])
-               for name in (folder, saved)]  # fmt: skip
+    answers = [answer(capsys, "compare", str(name), str(ZIGZAG)) for name in (folder, saved)]
     # A predicted run is compared as any other, and scored.
     assert answers[0]["schema"] == "ringprof.compare/1" and answers[1]["schema"] == "ringprof.settlement/1"
     _, text, _ = run(capsys, "compare", str(folder), str(ZIGZAG))

@@ -27,9 +27,15 @@ from ringprof import cli
 from ringprof.errors import InputError, UnsupportedWorkloadError, UsageError
 from ringprof.prediction import measure_model as measuring
 from ringprof.prediction import whole_steps
-from ringprof.prediction.calibration import Calibration, calibration_json, read_calibration
+from ringprof.prediction.calibration import (
+    Calibration,
+    ModelFigures,
+    ModelStep,
+    Phase,
+    calibration_json,
+    read_calibration,
+)
 from ringprof.prediction.measure_model import measure_model
-from ringprof.prediction.model_layers import ModelFigures, ModelStep, Phase
 from ringprof.prediction.network import Cluster
 from ringprof.prediction.predict import predict
 from ringprof.prediction.query import Query

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
+from ringprof import cli
 from tests.paths import ROOT
 
 HANGS_S = 600
@@ -192,6 +195,14 @@ def run(
     return subprocess.run(
         [*program, *arguments], cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=HANGS_S
     )
+
+
+def report_of(folder: Path, *options: str) -> str:
+    """Return the report on the newest run below ``folder``, printed by this process: quicker than a new one."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        assert cli.run(["report", str(folder / "traces/run.json"), "--width", "200", *options]) == 0
+    return printed.getvalue()
 
 
 def run_and_disturb(

@@ -24,7 +24,7 @@ from ringprof.strategies.kernels.torch_kernels import CpuFlashKernel
 from ringprof.strategies.transport.baselines import NoOpKernel, use_kernel
 from ringprof.strategies.transport.torch_transport import TorchTransport
 from ringprof.workload.workload import Workload
-from tests.recording.command import run
+from tests.recording.command import report_of, run
 from tests.strategies.cases import CASES, Case
 from tests.strategies.ranks import run_ranks
 
@@ -237,8 +237,7 @@ def test_controls_option_works_for_every_strategy(name: str, strategy_folder: Pa
     recorded = read_run(strategy_folder / "traces/run.json")
     assert recorded.controls is not None and recorded.work is not None
     assert recorded.controls.solo_flops == [work.block_flops for work in recorded.work]
-    reported = run(["report", "traces/run.json", "--format", "json"], strategy_folder)
-    controls = json.loads(reported.stdout)["summary"]["controls"]
+    controls = json.loads(report_of(strategy_folder, "--format", "json"))["summary"]["controls"]
     ordinary, solo = recorded.controls.ordinary_ns, recorded.controls.solo_ns
     # One iteration of each: the slowest rank's, and the mean of the ranks'.
     assert controls["iteration_ns"] == max(ordinary[0][0], ordinary[1][0])

@@ -21,7 +21,7 @@ from ringprof.strategies.algorithms.dcp import DecodeContextParallel
 from ringprof.strategies.base import Context
 from ringprof.strategies.transport.communicator import Communicator
 from ringprof.workload.workload import Workload
-from tests.recording.command import run
+from tests.recording.command import report_of, run
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_cached import DECODE, GROUPS, PREFILL
@@ -121,9 +121,9 @@ def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
 
 @pytest.mark.processes
 def test_decode_report_has_time_per_token_and_its_bound(decoded: Path) -> None:
-    shown = run(["report", "traces/run.json"], decoded)
-    assert "decode: 1 new of 4097 tokens, 8 heads (2 kv) of 16, batch 4" in " ".join(shown.stdout.split())
-    data = json.loads(run(["report", "traces/run.json", "--format", "json"], decoded).stdout)["summary"]["inference"]
+    shown = report_of(decoded)
+    assert "decode: 1 new of 4097 tokens, 8 heads (2 kv) of 16, batch 4" in " ".join(shown.split())
+    data = json.loads(report_of(decoded, "--format", "json"))["summary"]["inference"]
     assert data["new_tokens"] == 4
     # 2 · 4 sequences · 4097 keys · 2 heads · 16 numbers of 2 bytes, shared by 2 ranks.
     assert data["cache_bytes"] == 2 * 4 * 4097 * 2 * 16 * 2 // 2
@@ -131,12 +131,8 @@ def test_decode_report_has_time_per_token_and_its_bound(decoded: Path) -> None:
     assert data["tokens_per_second"] == pytest.approx(4 / data["step_ns"] * 1e9)
     assert sum(data["shares"].values()) == pytest.approx(1)
     assert data["bound_by"] == max(data["shares"], key=data["shares"].get)
-    assert f"bound by {'reading the cache' if data['bound_by'] == 'cache' else ''}" in shown.stdout
-    gate = run(
-        ["report", "traces/run.json", "--fail-if", "tokens_per_second < 1", "--fail-if", "read_gbps < 0.000001"],
-        decoded,
-    )
-    assert gate.returncode == 0, gate.stderr
+    assert f"bound by {'reading the cache' if data['bound_by'] == 'cache' else ''}" in shown
+    report_of(decoded, "--fail-if", "tokens_per_second < 1", "--fail-if", "read_gbps < 0.000001")
 
 
 @pytest.mark.processes
@@ -148,8 +144,10 @@ def test_flops_of_a_window_over_a_cache_count_visible_keys(tmp_path: Path) -> No
     run_data = json.loads((tmp_path / "traces/run.json").read_text())
     # Keys 0 to 8 and 3997 to 4096: 5 and 50 are even. 4 FLOPs of 4 sequences and 8 heads of 16.
     assert [rank["block_flops"] for rank in run_data["work"]] == [4 * 4 * 8 * 16 * 55, 4 * 4 * 8 * 16 * 54]
-    shown = run(["report", "traces/run.json", "--format", "json"], tmp_path)
-    assert json.loads(shown.stdout)["summary"]["inference"]["cache_bytes"] == 2 * 4 * 109 * 2 * 16 * 4 // 2
+    assert (
+        json.loads(report_of(tmp_path, "--format", "json"))["summary"]["inference"]["cache_bytes"]
+        == 2 * 4 * 109 * 2 * 16 * 4 // 2
+    )
     assert "causal, window of 100, prefix of 9, softcap 5, learned sinks" in process.stderr
 
 
@@ -162,6 +160,5 @@ def test_a_decode_run_is_not_compared_with_training_and_not_predicted(decoded: P
 
 @pytest.mark.processes
 def test_page_shows_prefill_and_decode(decoded: Path) -> None:
-    process = run(["report", "traces/run.json", "--html", "page.html"], decoded)
-    assert process.returncode == 0, process.stderr
+    report_of(decoded, "--html", str(decoded / "page.html"))
     assert "Prefill and decode" in (decoded / "page.html").read_text()

@@ -17,7 +17,7 @@ from ringprof.proof.verify_timed import _merge, verify_steps, verify_timed_steps
 from ringprof.run import TensorError, Verification, Work
 from ringprof.strategies import Dynamic
 from ringprof.workload.workload import Workload
-from tests.recording.command import run
+from tests.recording.command import report_of, run
 from tests.strategies.ranks import run_ranks
 
 WORK = Workload(seq=256, heads=4, kv_heads=2, head_dim=8, dtype="fp32", sequences=(1, 2, 4))
@@ -89,6 +89,6 @@ def test_recording_has_the_size_and_time_of_every_step(tmp_path: Path) -> None:
     # By the exact areas: half of one sequence of 512 tokens, and one of 256.
     pairs = 512 * 513 // 2 + 2 * 256 * 257 // 2
     assert sum(rank["block_flops"] for rank in run_data["work"]) == 14 * 4 * 16 * pairs
-    shown = run(["report", "traces/run.json"], tmp_path).stdout
+    shown = report_of(tmp_path)
     assert "step 1: 2 ranks per sequence, 1 of 512 tokens" in shown
     assert "step 2: 1 rank per sequence, 2 of 256 tokens" in shown

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringprof import cli
 from ringprof.prediction.schedules import schedule
 from ringprof.run import Run, read_run
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import read_reduced
-from tests.recording.command import HANGS_S, RINGPROF, SMALL, TORCHRUN, environment, run
+from tests.recording.command import HANGS_S, RINGPROF, SMALL, TORCHRUN, environment, report_of, run
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, BF16 = 4, 512, 2, 1, 16, 2
 
@@ -36,28 +35,20 @@ def test_every_rank_has_a_complete_trace_of_the_marked_iteration(recorded: tuple
         assert "ringprof::fwd/step=0/block" in names and "ringprof::bwd/step=3/block" in names
 
 
-def report_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the report on the newest run below ``folder``, printed by this process."""
-    assert cli.run(["report", str(folder / "traces/run.json"), "--width", "200"]) == 0
-    return capsys.readouterr().out
-
-
-def reports_without_its_traces(folder: Path, recording: Run, aside: Path, capsys: pytest.CaptureFixture[str]) -> bool:
+def reports_without_its_traces(folder: Path, recording: Run, aside: Path) -> bool:
     """Whether the report is the same when only what each rank reduced is left."""
-    before = report_of(folder, capsys)
+    before = report_of(folder)
     for trace in recording.traces:
         (folder / "traces" / trace.path).rename(aside / f"rank{trace.rank}")
     try:
-        after = report_of(folder, capsys)
+        after = report_of(folder)
     finally:
         for trace in recording.traces:
             (aside / f"rank{trace.rank}").rename(folder / "traces" / trace.path)
     return after == before
 
 
-def test_every_rank_wrote_its_reduced_trace(
-    recorded: tuple[Path, Run, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_rank_wrote_its_reduced_trace(recorded: tuple[Path, Run, str], tmp_path: Path) -> None:
     folder, recording, _ = recorded
     for trace in recording.traces:
         assert trace.reduced is not None
@@ -65,7 +56,7 @@ def test_every_rank_wrote_its_reduced_trace(
         whole = read_trace(folder / "traces" / trace.path)
         assert (reduced.rank, reduced.names, reduced.events_total) == (trace.rank, whole.names, whole.events_total)
         assert np.array_equal(reduced.operators.end_ns, whole.operators.end_ns)
-    assert reports_without_its_traces(folder, recording, tmp_path, capsys)
+    assert reports_without_its_traces(folder, recording, tmp_path)
 
 
 def test_run_file_describes_the_run(recorded: tuple[Path, Run, str]) -> None:
@@ -96,9 +87,7 @@ def test_every_iteration_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) 
     assert all(time > 0 for times in recording.timings.iterations_ns for time in times)
 
 
-def test_every_control_of_every_rank_is_kept(
-    recorded: tuple[Path, Run, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_control_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) -> None:
     folder, recording, _ = recorded
     controls = recording.controls
     assert controls is not None and recording.work is not None and (controls.warmup, controls.rounds) == (1, 2)
@@ -107,15 +96,13 @@ def test_every_control_of_every_rank_is_kept(
         assert times is not None and [len(rank) for rank in times] == [2] * WORLD
         assert all(time > 0 for rank in times for time in rank)
     assert dict(enumerate(controls.solo_flops)) == recording.block_flops()
-    assert "the same blocks alone" in report_of(folder, capsys)
+    assert "the same blocks alone" in report_of(folder)
 
 
-def test_record_and_report_print_the_same_rate(
-    recorded: tuple[Path, Run, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_record_and_report_print_the_same_rate(recorded: tuple[Path, Run, str]) -> None:
     folder, _, printed = recorded
     (shown,) = re.findall(r"per iteration, ([\d.,]+ .FLOP/s) per device", printed)
-    assert f"{shown} per device achieved" in report_of(folder, capsys)
+    assert f"{shown} per device achieved" in report_of(folder)
 
 
 def test_run_file_has_the_verification(recorded: tuple[Path, Run, str]) -> None:
@@ -175,14 +162,14 @@ def test_second_run_keeps_the_first_and_becomes_the_newest(recorded: tuple[Path,
 
 
 @pytest.mark.processes
-def test_record_under_torchrun_prints_on_rank_0_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_under_torchrun_prints_on_rank_0_only(tmp_path: Path) -> None:
     arguments = ["-m", "ringprof", "record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
     done = run(arguments, tmp_path, TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("next: ringprof report") == 1 and done.stderr.count("plan per device") == 1
     recording = read_run(tmp_path / "traces/run.json")
     assert recording.topology.world_size == 2 and len(recording.traces) == 2
-    assert reports_without_its_traces(tmp_path, recording, tmp_path, capsys)
+    assert reports_without_its_traces(tmp_path, recording, tmp_path)
 
 
 CAPTURE = """
@@ -201,7 +188,7 @@ dist.all_reduce(x)
 with ringprof.capture("traces/mine", workload=Workload(seq=64, heads=1, kv_heads=1, head_dim=64)):
     dist.all_reduce(x @ x)
 try:
-    with ringprof.capture("traces/mine"):
+    with ringprof.capture("traces/mine", strict=True):
         raise AssertionError("entered")
 except ringprof.errors.UsageError as error:
     print("refused:", error)
@@ -230,9 +217,7 @@ def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_one_rank_records_on_a_terminal_and_has_no_communication_controls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_records_on_a_terminal_and_has_no_communication_controls(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [*RINGPROF, "record", "--strategy", "zigzag", *SMALL, "--world", "1", "--iters", "2", "--controls"],
@@ -251,7 +236,7 @@ def test_one_rank_records_on_a_terminal_and_has_no_communication_controls(
     controls = read_run(tmp_path / "traces/run.json").controls
     assert controls is not None and controls.compute_only_ns is None and controls.communication_only_ns is None
     assert [len(times) for times in (*controls.ordinary_ns, *controls.solo_ns)] == [2, 2]
-    report = report_of(tmp_path, capsys)
+    report = report_of(tmp_path)
     assert "the same blocks alone" in report and "communication only" not in report
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 
 import jsonschema
 import pytest
 
-import ringprof
-from ringprof.analysis.findings.parts import blocked_by_link
+from ringprof.analysis.findings.claim import Claim
+from ringprof.analysis.findings.parts import cpu_blocked_clause
 from ringprof.common.json_object import json_text
 from ringprof.run import read_run
 from tests.analysis.idle_oracle import run_traces_of
-from tests.analysis.sweep import sweep
-from tests.analysis.test_real_runs import nanoseconds
 from tests.loaded import analysis
 from tests.paths import TRACES
+from tests.report.raw_facts import of_file
 from tests.report.schema_walk import SCHEMA, undescribed
 from tests.tiers import tiered
 
@@ -33,33 +31,6 @@ OTHERS = [
 ]
 
 
-def raw_events(path):
-    """List (start, end, class) of device activities launched inside ``ringprof::iteration``, without base time."""
-    text = gzip.decompress(path.read_bytes())
-    events = [event for event in json.loads(text, parse_float=str, parse_int=str)["traceEvents"] if "cat" in event]
-    ranges = [
-        (nanoseconds(event["ts"]), nanoseconds(event["ts"]) + nanoseconds(event["dur"]))
-        for event in events
-        if event["cat"] == "user_annotation" and event["name"] == "ringprof::iteration"
-    ]
-    inside = {
-        event["args"]["correlation"]
-        for event in events
-        if event["cat"] in {"cuda_runtime", "cuda_driver"} and "correlation" in event.get("args", {})
-        if any(start <= nanoseconds(event["ts"]) < end for start, end in ranges)
-    }
-    activities = []
-    for event in events:
-        if event["cat"] in {"kernel", "gpu_memcpy", "gpu_memset"} and event["args"]["correlation"] in inside:
-            start = nanoseconds(event["ts"])
-            kind = "memory" if event["cat"] != "kernel" else "compute"
-            # Communication is NCCL's kernels and peer-to-peer copies.
-            if event["name"].startswith(("nccl", "Memcpy PtoP")):
-                kind = "comm"
-            activities.append((start, start + nanoseconds(event["dur"]), kind))
-    return activities
-
-
 def test_committed_runs_exist():
     assert {"h200x4-zigzag-262144", "h200x4-burst-262144"} <= {run.name for run in RUNS}
 
@@ -70,13 +41,13 @@ def test_committed_run_is_verified_and_consistent(folder):
     unverified = {"h200x4-double-ring-65536-two-hosts", "h200x4-usp-65536-two-hosts"}
     assert (folder.name in unverified) == (run.verification is None)
     assert run.verification is None or run.verification.passed
-    loaded = ringprof.load(folder)
+    loaded = analysis(folder)
     report, copies = json.loads(json_text(loaded.report())), run_traces_of(loaded, folder)
     jsonschema.validate(report, SCHEMA)
     assert list(undescribed(report, SCHEMA)) == []
     assert run.work is not None and run.profiled is not None
     for rank, trace in zip(report["ranks"], run.traces, strict=True):
-        expected = sweep(raw_events(folder / trace.path))
+        expected = {**of_file(folder / trace.path).swept}
         blocked = sum(block.end - block.start for block in copies.blocks(rank["rank"]))
         expected["exposed_comm"] += blocked
         expected["idle"] -= blocked
@@ -90,7 +61,7 @@ def test_committed_run_is_verified_and_consistent(folder):
 
 @pytest.mark.parametrize("folder", OTHERS, ids=lambda path: path.name)
 def test_every_other_committed_run_matches_the_schema_which_describes_each_of_its_fields(folder):
-    report = json.loads(json_text(ringprof.load(folder).report()))
+    report = json.loads(json_text(analysis(folder).report()))
     jsonschema.validate(report, SCHEMA)
     assert list(undescribed(report, SCHEMA)) == []
 
@@ -116,12 +87,12 @@ WIRE_MB_S = 25
 def test_a_committed_run_on_two_hosts_names_the_wire_between_them(name, leaving):
     folder = TRACES / f"cpu4-{name}-4096-two-hosts"
     run = read_run(folder / "run.json")
-    report = ringprof.load(folder).report()
+    report = analysis(folder).report()
     assert run.topology.hosts == ["host0", "host0", "host1", "host1"] and run.work is not None
-    links = blocked_by_link(analysis(folder).attribution)
-    assert links is not None and links.leaving_bytes == leaving * ELEMENTS
-    exposed = sum(rank["exposed_comm_ns"] for rank in report["ranks"]) / 4
-    assert links.between_hosts_ns + links.within_host_ns == pytest.approx(exposed, rel=1e-9)
-    assert links.between_hosts_ns > links.within_host_ns
-    wall_s = sum(rank["wall_ns"] for rank in report["ranks"]) / 4 / 1e9
-    assert links.leaving_bytes / wall_s / 1e6 < WIRE_MB_S
+    clause = cpu_blocked_clause(analysis(folder).attribution)
+    assert isinstance(clause, Claim)
+    between, within, leaving_mb, _ = (figure.value for figure in clause.figures)
+    exposed, wall_ns = (sum(rank[key] for rank in report["ranks"]) for key in ("exposed_comm_ns", "wall_ns"))
+    assert leaving_mb == leaving * ELEMENTS / 1e6
+    assert between + within == pytest.approx(exposed / wall_ns, rel=1e-9) and between > within
+    assert leaving_mb / (wall_ns / 4 / 1e9) < WIRE_MB_S

@@ -8,10 +8,10 @@ from statistics import fmean, median
 
 import pytest
 
-from ringprof import load
 from ringprof.analysis.findings.inference import inference_of
 from ringprof.report.text import TextStyle
 from ringprof.run import read_run
+from tests.loaded import analysis
 from tests.paths import ROOT
 
 TRACES = ROOT / "traces"
@@ -33,8 +33,8 @@ def attention_ns(rank: int) -> int:
 
 
 def test_decode_time_per_token_and_memory_rate() -> None:
-    analysis = load(RUN)
-    inference = inference_of(analysis.attribution, analysis.findings.summary)
+    run = analysis(RUN)
+    inference = inference_of(run.attribution, run.findings.summary)
     assert inference is not None
     recorded = json.loads((RUN / "run.json").read_text())
     step = median(max(times) for times in zip(*recorded["timings"]["iterations_ns"], strict=True))
@@ -69,8 +69,8 @@ def test_prefix_with_window_sends_its_rows_and_computes_its_pairs() -> None:
 
 
 def test_decode_reads_only_the_window_of_the_cache() -> None:
-    analysis = load(TRACES / "h200x2-decode-1048576-window")
-    inference = inference_of(analysis.attribution, analysis.findings.summary)
+    run = analysis(TRACES / "h200x2-decode-1048576-window")
+    inference = inference_of(run.attribution, run.findings.summary)
     assert inference is not None and inference.cache_bytes == CACHE // 16
     # The bytes sent do not depend on the window.
     assert inference.sent_bytes_per_token == 2 * (32768 + 32768 + 1024) / 8
@@ -84,19 +84,19 @@ def slowest_median_s(name: str) -> float:
 
 
 def test_prefill_sends_queries_and_returns_outputs_and_lse() -> None:
-    analysis = load(TRACES / "h200x2-ring-prefill-262144")
-    inference = inference_of(analysis.attribution, analysis.findings.summary)
+    run = analysis(TRACES / "h200x2-ring-prefill-262144")
+    inference = inference_of(run.attribution, run.findings.summary)
     assert inference is not None and inference.new_tokens == 32768 and inference.bound_by == "attention"
     # 32 heads of 128 in bf16 there and back, and an LSE each in float32, to the one other rank.
     assert inference.sent_bytes_per_token == 32 * 128 * 2 * 2 + 32 * 4 == 16_512
     # The last 32768 of 262144 tokens, causal: 2 FLOPs for a pair's score and 2 for its value, a number.
     pairs = 32768 * (262144 - 32768) + 32768 * 32768 // 2
     seconds = slowest_median_s("h200x2-ring-prefill-262144")
-    assert analysis.report()["summary"]["tflops"] == pytest.approx(4 * pairs * 32 * 128 / 2 / seconds / 1e12, rel=1e-3)
+    assert run.report()["summary"]["tflops"] == pytest.approx(4 * pairs * 32 * 128 / 2 / seconds / 1e12, rel=1e-3)
 
 
 def test_a_layers_rate_is_of_attention_and_matrix_products() -> None:
-    report = load(TRACES / "h200x2-zigzag-65536-layer").report()
+    report = analysis(TRACES / "h200x2-zigzag-65536-layer").report()
     tokens, hidden, kv, mlp = 65536, 32 * 128, 8 * 128, 11008
     products = 6 * tokens * (hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * mlp)
     attention = 3.5 * 4 * tokens**2 / 2 * hidden
@@ -107,13 +107,13 @@ def test_a_layers_rate_is_of_attention_and_matrix_products() -> None:
 
 def test_every_step_of_changing_sizes_has_its_time_and_rate() -> None:
     folder = TRACES / "h200x2-zigzag-65536-sizes"
-    steps = load(folder).report()["run"]["cp_steps"]
+    steps = analysis(folder).report()["run"]["cp_steps"]
     timings = read_run(folder / "run.json").timings
     assert timings is not None and timings.steps_ns is not None
     assert [(step["ranks"], step["sequences"], step["seq"]) for step in steps] == [
         (2, 1, 65536), (1, 2, 32768), (2, 1, 65536),
     ]  # fmt: skip
-    text = load(folder).to_terminal(TextStyle(width=200))
+    text = analysis(folder).to_terminal(TextStyle(width=200))
     for number, step in enumerate(steps):
         # The steps' times sum to more than an iteration, since each is of its own slowest rank.
         assert f"{step['slowest_ns'] / 1e6:.2f} ms on its slowest rank" in text

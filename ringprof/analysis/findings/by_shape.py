@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
@@ -42,19 +41,13 @@ def gemms_of(attribution: Attribution) -> tuple[Gemm, ...]:
     total_ns = sum(time for _, time, _ in sums.values()) or 1
     devices = {rank.device for rank in attribution.ranks}
     device = devices.pop() if len(devices) == 1 else None
-    rows = [_gemm(shape, counts, total_ns, device, attribution) for shape, counts in sums.items()]
+    rows = []
+    for shape, (calls, time_ns, flops) in sums.items():
+        known, peak = shape.m is not None, peak_of(device, shape.dtype)
+        rate = flops / time_ns / 1e3 if known and time_ns and not attribution.partial_window else None
+        of_peak = rate / peak.tflops if rate is not None and peak else None
+        rows.append(Gemm(shape, calls, time_ns, time_ns / total_ns, flops if known else None, rate, of_peak))
     return tuple(sorted(rows, key=lambda row: -row.time_ns))
-
-
-def _gemm(
-    shape: ProductShape, counts: Sequence[int], total_ns: int, device: str | None, attribution: Attribution
-) -> Gemm:
-    calls, time_ns, flops = counts
-    known = shape.m is not None
-    rate = flops / time_ns / 1e3 if known and time_ns and not attribution.partial_window else None
-    peak = peak_of(device, shape.dtype)
-    of_peak = rate / peak.tflops if rate is not None and peak else None
-    return Gemm(shape, calls, time_ns, time_ns / total_ns, flops if known else None, rate, of_peak)
 
 
 def collectives_of_run(attribution: Attribution) -> tuple[CollectiveTotals, ...]:

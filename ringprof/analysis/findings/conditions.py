@@ -156,7 +156,10 @@ class Condition(msgspec.Struct, frozen=True):
         """Return the value of the condition's metric. Raises `UsageError` where it is unknown, with similar names."""
         if self.figure not in figures:
             similar = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.6))
-            advice = f"did you mean {similar}?" if similar else f"there are: {_listed_names(figures)}"
+            usual = [name for name in _USUAL if name in figures] or [*figures][: len(_USUAL)]
+            others = len(figures) - len(usual)
+            listed = (", ".join(usual) or "none") + f" and {others} more (docs/metrics.md lists all)" * (others > 0)
+            advice = f"did you mean {similar}?" if similar else f"there are: {listed}"
             raise UsageError(f"--fail-if {self.text!r}: no figure {self.figure!r} here; {advice}")
         return figures[self.figure]
 
@@ -168,13 +171,6 @@ class Condition(msgspec.Struct, frozen=True):
         if self.percent and not is_share:
             meant = f"{self.figure} {self.sign} {self.number:g} * base"
             raise UsageError(f"--fail-if {self.text!r}: {self.figure} is no share: did you mean {meant!r}?")
-
-
-def _listed_names(figures: Mapping[str, float]) -> str:
-    """Name the metrics that conditions are mostly on, and count the others, for an error message."""
-    usual = [name for name in _USUAL if name in figures] or [*figures][: len(_USUAL)]
-    others = len(figures) - len(usual)
-    return f"{', '.join(usual) or 'none'}" + (f" and {others} more (docs/metrics.md lists all)" if others else "")
 
 
 def parse_condition(text: str) -> Condition:

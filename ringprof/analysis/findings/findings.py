@@ -9,6 +9,7 @@ import msgspec
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
 from ringprof.analysis.findings.by_shape import Gemm, LayerTotals, collectives_of_run, gemms_of, layers_of_run
+from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.inference import Inference, inference_of
 from ringprof.analysis.findings.parts import parts_in_words
 from ringprof.analysis.findings.step_rates import StepRates, step_rates_of
@@ -98,6 +99,14 @@ class Findings(msgspec.Struct, frozen=True, dict=True):
     def next_step(self) -> NextStep | None:
         """Largest loss with a recommendation; None where there is none."""
         return next_step_of(self.facts)
+
+    @property
+    def claims(self) -> list[Claim]:
+        """Sentences with figures: verdict, largest loss, and the evidence and remedy of each part of the waterfall."""
+        step = [self.next_step.text] if self.next_step else []
+        parts = [text for part in self.waterfall.parts for text in (part.evidence, part.remedy)]
+        texts = (*self.verdict, *step, *parts)
+        return [text for text in texts if isinstance(text, Claim) and text.figures]
 
 
 def findings_in_memory(attribution: Attribution) -> Findings:

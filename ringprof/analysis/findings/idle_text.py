@@ -7,6 +7,7 @@ from collections import defaultdict
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.producers import producer_of
 from ringprof.analysis.timeline.host_activity import (
     COMPILATION,
@@ -28,7 +29,6 @@ from ringprof.analysis.timeline.idle import (
     IdleEvent,
     causes_of_ranks,
 )
-from ringprof.common.formatting import percent
 
 LAUNCH_BOUND = "launch-bound"
 """Kind of host cause: many short times between launches, whatever the host does in them."""
@@ -84,33 +84,28 @@ def _host_kinds(event: IdleEvent) -> list[tuple[str, int]]:
     return [(slow, event.long_ns), (LAUNCH_BOUND, event.time_ns - event.long_ns)]
 
 
-def launch_idle_sentence(attribution: Attribution, share: str) -> str:
-    """Say why the GPUs idle before launches; ``share``: this idle time as a share of the time, as text."""
+def launch_idle_sentence(attribution: Attribution, share: float) -> str:
+    """Say why the GPUs idle before launches; ``share``: this idle time as a share of the time."""
     if _is_predicted(attribution):
-        return f"{share} of the predicted time the GPU is idle because its next work is not launched yet."
+        idle = "{launch_gaps/time:%} of the predicted time the GPU is idle"
+        return Claim(f"{idle} because its next work is not launched yet", share)
     causes = total_idle_causes(attribution)
-    text = f"{share} of the time the GPU is idle {_launch_idle_reasons(causes)}"
+    reasons = {"because its next work is not launched yet": causes.host_ns, "in gaps below 5 us": causes.gap_ns}
+    named = [words for words, time_ns in reasons.items() if time_ns > _MIN_SHARE * sum(reasons.values())]
+    text = Claim("{launch_gaps/time:%} of the time the GPU is idle {}", share, " or ".join(named))
     cause = largest_host_cause(causes)
     if cause is None:
-        return f"{text}."
-    of_idle = f"{percent(cause.share)} of its idle time"
-    if cause.kind == LAUNCH_BOUND:
-        return f"{text}: {of_idle} is short host work (pieces below 0.1 ms) and gaps below 5 us."
+        return text
     if cause.kind == NOT_KEPT:
-        return f"{text}; these traces do not hold what the host did meanwhile."
+        return Claim("{}; these traces do not hold what the host did meanwhile", text)
+    if cause.kind == LAUNCH_BOUND:
+        short = "short host work (pieces below 0.1 ms) and gaps below 5 us"
+        return Claim(f"{{}}: {{short_host/idle:%}} of its idle time is {short}", text, cause.share)
     if cause.kind == NOTHING_RECORDED:
-        return f"{text}: for {of_idle} the launching thread has no operator, runtime call or range open."
-    return f"{text}: for {of_idle} the host is in {cause.name}{_EXPLANATIONS.get(cause.kind, '')}."
-
-
-def _launch_idle_reasons(causes: IdleCauses) -> str:
-    """Name the components of host-bound idle time: time before launches, gaps between activities, or both."""
-    threshold_ns = _MIN_SHARE * (causes.host_ns + causes.gap_ns)
-    reasons = (
-        ("because its next work is not launched yet", causes.host_ns),
-        ("in gaps below 5 us", causes.gap_ns),
-    )
-    return " or ".join(words for words, time_ns in reasons if time_ns > threshold_ns)
+        reason = "the launching thread has no operator, runtime call or range open"
+        return Claim(f"{{}}: for {{nothing_open/idle:%}} of its idle time {reason}", text, cause.share)
+    host_call = cause.name + _EXPLANATIONS.get(cause.kind, "")
+    return Claim("{}: for {host_call/idle:%} of its idle time the host is in {}", text, cause.share, host_call)
 
 
 _MIN_SHARE = 0.01
@@ -141,31 +136,33 @@ def host_recommendation(cause: HostCause | None, launch_bound: str, phases: str)
     }[cause.kind]
 
 
-def blocked_idle_sentence(attribution: Attribution, share: str) -> str:
+def blocked_idle_sentence(attribution: Attribution, share: float) -> str:
     """Say why the GPUs idle although their next work is launched.
 
-    ``share``: this idle time as a share of the time, as text; only predictions use it.
+    ``share``: this idle time as a share of the time; only predictions use it.
     """
     if _is_predicted(attribution):
-        return f"{share} of the predicted time the GPU is idle although its next work is launched."
+        return Claim("{blocked/time:%} of the predicted time the GPU is idle although its next work is launched", share)
     causes, event = total_idle_causes(attribution), _longest_blocked(attribution)
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     unknown_ns = sum(idle_event.time_ns for idle_event in causes.events if idle_event.name == NO_LAUNCH)
     if event is None or event.name == NO_LAUNCH:
-        return (
-            f"{percent(unknown_ns / wall)} of the time nothing runs on the GPU and the launch of what follows is not "
-            "recorded, so the cause cannot be told."
-        )
-    idle_ns, blocked_share = causes.total_ns, percent((causes.blocked_ns - unknown_ns) / wall)
-    text = f"{blocked_share} of the time the GPU is idle although its next work is launched: for"
+        return Claim(
+            "{unlaunched/time:%} of the time nothing runs on the GPU and the launch of what follows is not recorded, "
+            "so the cause cannot be told", unknown_ns / wall,
+        )  # fmt: skip
     if event.name == MANAGED:
-        return (
-            f"{percent(event.time_ns / wall)} of the time nothing runs on the GPU until pages of managed memory move, "
-            "which the host or the GPU touches."
-        )
+        return Claim(
+            "{migrations/time:%} of the time nothing runs on the GPU until pages of managed memory move, which the "
+            "host or the GPU touches", event.time_ns / wall,
+        )  # fmt: skip
     reason = {HOST_COPY: "a copy is staged through pageable memory", OTHER_STREAM: "it waits for another stream"}
-    explanation = reason.get(event.name, "it waits for something that the trace does not record")
-    return f"{text} {percent(event.time_ns / idle_ns)} of its idle time {explanation}."
+    return Claim(
+        "{launched_blocked/time:%} of the time the GPU is idle although its next work is launched: for "
+        "{blocked_cause/idle:%} of its idle time {}",
+        (causes.blocked_ns - unknown_ns) / wall, event.time_ns / causes.total_ns,
+        reason.get(event.name, "it waits for something that the trace does not record"),
+    )  # fmt: skip
 
 
 def blocked_recommendation(attribution: Attribution) -> str:

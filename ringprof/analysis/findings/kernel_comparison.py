@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ringprof.common.formatting import percent, three_digits
+from ringprof.analysis.findings.claim import Claim
 from ringprof.kernel_rates import DeviceRates, block_times, bundled_rates
 from ringprof.run import Run
 
@@ -83,17 +83,13 @@ def compare_kernels(run: Run, devices: Sequence[str], calibration: DeviceRates |
     evidence = (
         f"by calibration {rates.name} no kernel is known to be faster than {run.kernel} for these blocks"
         if fastest == run.kernel else
-        f"{fastest} takes {percent(saved_share)} less time than {run.kernel} for these blocks ({_ms(fastest_ns)} "
-        f"against {_ms(own_ns)} per GPU by calibration {rates.name})"
+        Claim("{} takes {saved:%} less time than {} for these blocks ({fastest_ms:3} ms against {own_ms:3} ms per GPU "
+              "by calibration {})", fastest, saved_share, run.kernel, fastest_ns / 1e6, own_ns / 1e6, rates.name)
     )  # fmt: skip
     return msgspec.structs.replace(
         known, fastest=fastest, fastest_ns=fastest_ns, own_ns=own_ns, saved_share=saved_share, evidence=evidence,
         gains_with_tokens=gain > _SIGNIFICANT * longer_spread,
     )  # fmt: skip
-
-
-def _ms(ns: float) -> str:
-    return f"{three_digits(ns / 1e6)} ms"
 
 
 def _why_incomparable(run: Run) -> str:

@@ -81,6 +81,8 @@ def _run_settings(run: Run, iterations: int | None) -> dict[str, str | None]:
 def _workload_settings(work: Workload) -> dict[str, str | None]:
     """Return the settings of a workload as text; defaults that add nothing are left out."""
     scores = replace(work, conv_width=None).extras()
+    # A recurrence has no pairs of queries and keys.
+    mask = work.mask_in_words() if work.recurrent else f"{work.mask()}: {work.mask().area(work.seq)} pairs"
     return {
         "seq": str(work.seq),
         **({"operator": work.operator} if work.recurrent else {}),
@@ -90,7 +92,7 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "kv_heads": str(work.kv_heads),
         "head_dim": str(work.head_dim),
         "causal": str(work.causal).lower(),
-        **({} if work.mask().plain else {"mask": _mask_setting(work)}),
+        **({} if work.mask().plain else {"mask": mask}),
         **({} if work.sequences is None else {"sequences": ", ".join(map(str, work.sequences))}),
         **({} if work.layer is None else {"layer": str(work.layer)}),
         **({"v_head_dim": str(work.v_head_dim)} if work.v_head_dim else {}),
@@ -100,11 +102,6 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "passes": "forward and backward" if work.backward else "forward",
         **_unless_one("layers", work.layers),
     }
-
-
-def _mask_setting(work: Workload) -> str:
-    """Return a mask as text; for a recurrence the documents, which have no pairs of queries and keys."""
-    return work.mask_in_words() if work.recurrent else f"{work.mask()}: {work.mask().area(work.seq)} pairs"
 
 
 def _unless_one(name: str, count: int | Fraction) -> dict[str, str | None]:

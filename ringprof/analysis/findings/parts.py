@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
-import msgspec
-
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings import recommendations as remedies
+from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.idle_text import blocked_idle_sentence, blocked_recommendation, launch_idle_sentence
 from ringprof.analysis.findings.recommendations import (
     UNBALANCED,
@@ -32,7 +32,7 @@ from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sent
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
 from ringprof.analysis.workload_checks import workload_fits
-from ringprof.common.formatting import milliseconds, percent, three_digits
+from ringprof.common.formatting import three_digits
 
 Text = str | Callable[[Facts], str]
 """Text about a part: the same for every run, or made from the facts of a run."""
@@ -53,7 +53,7 @@ class PartRow(NamedTuple):
     remedy: Text = ""
     """Recommendation that would shorten the part; empty where none is known."""
     sentence: Callable[[Facts, float], str] = lambda facts, share: ""
-    """Line of the verdict where the part is the largest loss, from its share of the time."""
+    """Line of the verdict where the part is the largest loss, from its share of the time, without a full stop."""
     without_remedy: Text = ""
     """Why there is no recommendation for the part as the largest loss; empty where there is nothing to say."""
     noun: str = ""
@@ -109,7 +109,7 @@ def _attention_evidence(facts: Facts) -> str:
     attribution = facts.attribution
     if attribution.on_cpu:
         mean_ns = fmean(rank.breakdown.flash_ns for rank in attribution.ranks)
-        return f"attention operators, mean {milliseconds(mean_ns)}"
+        return Claim("attention operators, mean {mean(flash):ms}", mean_ns)
     reason = "the traces do not tell the work" if facts.waterfall.work == NO_WORK else "no peak is known that fits"
     if attribution.run is not None and not workload_fits(attribution.run):
         reason = "the stated workload does not fit the counted FLOPs"
@@ -120,16 +120,18 @@ def _peak_evidence(facts: Facts) -> str:
     """State the needed work and the peak."""
     work, rank_count = facts.waterfall.work, len(facts.attribution.ranks)
     assert work.peak is not None
-    peak = f"{work.peak.tflops:g} TFLOP/s ({work.peak.source})"
-    return f"{work.needed / rank_count / 1e12:,.1f} TFLOP per device at {peak}"
+    values = work.needed / rank_count / 1e12, work.peak.tflops, work.peak.source
+    return Claim("{needed_tflop:,.1f} TFLOP per device at {peak_tflops:g} TFLOP/s ({})", *values)
 
 
-def _vendor_peak_evidence(facts: Facts) -> str:
+def _matrix_product_evidence(facts: Facts) -> str:
     """State the rate of a matrix product by calibration."""
     kernels = facts.waterfall.work.kernels
-    clock = "" if kernels.matmul_clock_mhz is None else f" at {kernels.matmul_clock_mhz:,.0f} MHz"
-    product = f"a plain matrix product reaches {kernels.matmul_tflops:,.0f} TFLOP/s{clock}"
-    return f"{product} by calibration {kernels.calibration}: a distance that no change of the program removes"
+    clock = "" if kernels.matmul_clock_mhz is None else Claim(" at {matmul_mhz:,.0f} MHz", kernels.matmul_clock_mhz)
+    template = (
+        "a plain matrix product reaches {matmul_tflops:,.0f} TFLOP/s{} by calibration {}: a distance that no change "
+    )
+    return Claim(f"{template}of the program removes", kernels.matmul_tflops, clock, kernels.calibration)
 
 
 def _kernel_evidence(facts: Facts) -> str:
@@ -137,11 +139,11 @@ def _kernel_evidence(facts: Facts) -> str:
     work = facts.waterfall.work
     unknown = f"; {work.kernels.unknown}" if work.kernels.unknown else ""
     if work.solo_tflops and work.peak:
-        share = work.solo_tflops / work.peak.tflops
-        return f"the same blocks alone: {work.solo_tflops:,.1f} TFLOP/s, {share:.0%} of peak{unknown}"
+        alone = "the same blocks alone: {solo_tflops:,.1f} TFLOP/s, {solo_tflops/peak_tflops:.0%} of peak{}"
+        return Claim(alone, work.solo_tflops, work.solo_tflops / work.peak.tflops, unknown)
     contained = "" if work.done is not None else " repeated work and"
     slower = f"no solo rate:{contained} slow-down beside communication is in it"
-    return f"{_rate_in_run(facts):,.1f} TFLOP/s in the run; {slower}{unknown}"
+    return Claim(f"{{rate_in_run:,.1f}} TFLOP/s in the run; {slower}{{}}", _rate_in_run(facts), unknown)
 
 
 def _rate_in_run(facts: Facts) -> float:
@@ -151,21 +153,8 @@ def _rate_in_run(facts: Facts) -> float:
     return (work.done or work.needed) / attention_ns / 1e3 if attention_ns else 0.0
 
 
-def _comparison(facts: Facts) -> str:
-    """Compare the kernel with the fastest one known."""
-    return facts.waterfall.work.kernels.evidence
-
-
-def _repeated_evidence(facts: Facts) -> str:
-    """Compare the computed blocks with the needed work."""
-    work = facts.waterfall.work
-    return f"blocks of {(work.done or work.needed) / work.needed:.4f} times the work that the mask needs"
-
-
-def _slowdown_evidence(facts: Facts) -> str:
-    """Compare the rate of the kernel in the run with its rate alone."""
-    work = facts.waterfall.work
-    return f"{_rate_in_run(facts):,.1f} TFLOP/s in the run against {work.solo_tflops:,.1f} alone"
+_comparison = attrgetter("waterfall.work.kernels.evidence")
+"""Comparison of the kernel with the fastest one known."""
 
 
 def _computed_evidence(facts: Facts) -> str:
@@ -174,41 +163,27 @@ def _computed_evidence(facts: Facts) -> str:
     least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
     most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)
     if least is most:
-        return f"each rank computes {milliseconds(least.breakdown.compute_ns)}"
-    return f"{_computes(least)}, {_computes(most)}"
+        return Claim("each rank computes {max(compute):ms}", least.breakdown.compute_ns)
+    return Claim("{}, {}", _computes(least), _computes(most))
 
 
 def _computes(rank: Rank) -> str:
     """Say how long a rank computes."""
-    return f"rank {rank.rank} computes {milliseconds(rank.breakdown.compute_ns)}"
+    return Claim("rank {rank} computes {compute:ms}", rank.rank, rank.breakdown.compute_ns)
 
 
 def _wire_evidence(facts: Facts) -> str:
     """State the rates on the wire of the communication that takes longest."""
     rows = [row for row in facts.summary.communication if row.wire_gbps is not None]
-    rates = [f"{row.kind} {three_digits(row.wire_gbps or 0.0)} GB/s" for row in rows[:3]]
-    return f"on the wire with no computation beside it; {', '.join(rates) or 'rates not known'}"
-
-
-def _unsplit_evidence(facts: Facts) -> str:
-    """Say why wire, waiting and imbalance are one part."""
-    if facts.attribution.on_cpu:
-        return "blocked in wait: on CPU wire, peer wait and imbalance are not told apart"
-    return "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
+    rates = [Claim("{} {wire_gbps:3} GB/s", row.kind, row.wire_gbps or 0.0) for row in rows[:3]]
+    return Claim("on the wire with no computation beside it; {}", Claim(", ").join(rates) or "rates not known")
 
 
 def _computation_evidence(part: str, facts: Facts) -> str:
     """Give the mean time of each kind that a part consists of."""
     beside = "" if facts.attribution.recurrent else "not beside attention; "
-    times = [f"{row.kind} {milliseconds(row.time_ns)}" for row in _kinds_of(facts, part)]
-    return f"{beside}mean of all: {', '.join(times) or 'none'}"
-
-
-def _launch_gaps_evidence(facts: Facts) -> str:
-    """Say which idle time counts as host-bound."""
-    if facts.attribution.on_cpu:
-        return "neither computing nor blocked"
-    return "nothing ran on the device before the next activity was launched, and in gaps below 5 us"
+    times = [Claim("{} {kind:ms}", row.kind, row.time_ns) for row in _kinds_of(facts, part)]
+    return Claim("{}mean of all: {}", beside, Claim(", ").join(times) or "none")
 
 
 # --- sentences: the cause of the largest loss, as a line of the verdict -------------------------------
@@ -221,15 +196,18 @@ def _imbalance_line(facts: Facts, share: float) -> str:
     if waiting < _MOSTLY_WAITING:
         # The rank ends early, or waits in another kind of communication than its longest.
         most = max(facts.attribution.ranks, key=lambda rank: rank.breakdown.compute_ns)
-        return f"Imbalance takes {percent(share)} of the slowest rank's wall: {_computes(least)}, {_computes(most)}."
-    text = (
-        f"{percent(waiting, 0)} of rank {least.rank}'s {kind} time was waiting for ranks {_work_clause(facts, least)}"
-    )
+        takes = Claim("Imbalance takes {imbalance/wall:%} of the slowest rank's wall", share)
+        return Claim("{}: {}, {}", takes, _computes(least), _computes(most))
+    text = Claim(
+        "{waiting_of_kind:0%} of rank {rank}'s {} time was waiting for ranks {}",
+        waiting, least.rank, kind, _work_clause(facts, least),
+    )  # fmt: skip
     if known_contiguous(facts.attribution):
-        return f"{text}."
+        return text
     if rises_with_rank(facts.attribution):
-        return f"{text}; work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe."
-    return f"{text}; imbalance takes {percent(share)} of the slowest rank's wall."
+        rises = "work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe"
+        return Claim("{}; {}", text, rises)
+    return Claim("{}; imbalance takes {imbalance/wall:%} of the slowest rank's wall", text, share)
 
 
 def _waiting_share(rank: Rank) -> tuple[float, str]:
@@ -254,16 +232,17 @@ def _work_clause(facts: Facts, rank: Rank) -> str:
         ratio = max(flops.values()) / flops[rank.rank]
         if ratio >= UNBALANCED:
             causal = "causal " if run.workload and run.workload.causal else ""
-            return f"with up to {three_digits(ratio)} times its {causal}work"
+            return Claim("with up to {work_ratio:3} times its {}work", ratio, causal)
     longest = max(other.breakdown.compute_ns for other in facts.attribution.ranks)
-    return f"that compute up to {milliseconds(longest)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
+    times = longest, rank.breakdown.compute_ns
+    return Claim("that compute up to {max(compute):ms}, where it computes {min(compute):ms}", *times)
 
 
 def _wire_line(facts: Facts, share: float) -> str:
     """Say how much time is exposed wire, with the slow links or the worst ring step."""
     slow = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
-    text = f"{percent(share)} of the time is bytes on a wire with nothing to hide them"
-    return f"{text}: {slow}." if slow else f"{text}{_worst_step_clause(facts)}."
+    where = Claim(": {}", slow) if slow else _worst_step_clause(facts)
+    return Claim("{exposed_wire/time:%} of the time is bytes on a wire with nothing to hide them{}", share, where)
 
 
 def _slow_hosts_clause(facts: Facts) -> str:
@@ -276,8 +255,9 @@ def _slow_hosts_clause(facts: Facts) -> str:
     ]
     rate, kind = max(within, default=(0.0, ""))
     kind_name = f"{in_a_sentence(kind)} " if within and kind != between.kind else ""
-    against = f", {kind_name}{three_digits(rate)} within a host" if within else ""
-    return f"{in_a_sentence(between.kind)} between hosts moves {three_digits(between.wire_gbps or 0.0)} GB/s{against}"
+    against = Claim(", {}{within_host_gbps:3} within a host", kind_name, rate) if within else ""
+    template = "{} between hosts moves {between_hosts_gbps:3} GB/s{}"
+    return Claim(template, in_a_sentence(between.kind), between.wire_gbps or 0.0, against)
 
 
 def _slow_ranks_clause(facts: Facts) -> str:
@@ -286,34 +266,26 @@ def _slow_ranks_clause(facts: Facts) -> str:
     slow_rates = slow_senders(facts.attribution)
     if not slow_rates:
         return ""
-    ranks = [str(rank) for rank in slow_rates]
-    listed = ", ".join(ranks[:-1]) + (f" and {ranks[-1]}" if len(ranks) > 1 else ranks[-1])
-    return (
-        f"rank{'s' if len(slow_rates) > 1 else ''} {listed} send{'s' if len(slow_rates) == 1 else ''} "
-        f"at {_range_text([*slow_rates.values()])} "
-        f"GB/s, the others at {_range_text([rate for rank, rate in rates.items() if rate and rank not in slow_rates])}"
-        f"{_slow_links_clause(facts, set(slow_rates))}"
-    )
-
-
-def _range_text(values: Sequence[float]) -> str:
-    """Return the smallest and the largest value as ``LOW to HIGH``, or one number where they look equal."""
-    low, high = three_digits(min(values)), three_digits(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
-def _slow_links_clause(facts: Facts, slow: set[int]) -> str:
-    """List the links on which one slow rank sends to another; empty where they do not identify the slow links."""
-    links = {
-        (rank.rank, peer)
-        for rank in facts.attribution.ranks
-        for peer in rank.hop_peers
-        if rank.rank in slow and peer in slow
-    }
+    *ranks, last = [Claim("{rank}", rank) for rank in slow_rates]
+    send = Claim("ranks {} and {} send", Claim(", ").join(ranks), last) if ranks else Claim("rank {} sends", last)
+    other_rates = [rate for rank, rate in rates.items() if rate and rank not in slow_rates]
+    links = sorted(
+        (rank.rank, peer) for rank in facts.attribution.ranks for peer in rank.hop_peers
+        if rank.rank in slow_rates and peer in slow_rates
+    )  # fmt: skip
     # Where all links of a ring join slow ranks, fast links would be named, too.
-    if not links or len(links) > len(slow):
-        return ""
-    return " (" + ", ".join(f"{sender} to {receiver}" for sender, receiver in sorted(links)[:6]) + ")"
+    named = [Claim("{rank} to {rank}", *link) for link in links[:6]] if len(links) <= len(slow_rates) else []
+    return Claim(
+        "{} at {} GB/s, the others at {}{}", send, _range_text("slow", [*slow_rates.values()]),
+        _range_text("others", other_rates), Claim(" ({})", Claim(", ").join(named)) if named else "",
+    )  # fmt: skip
+
+
+def _range_text(whose: str, values: Sequence[float]) -> str:
+    """Return the lowest and the highest rate as ``LOW to HIGH``, or one number where they look equal."""
+    low, high = min(values), max(values)
+    to_high = "" if three_digits(low) == three_digits(high) else Claim(f" to {{max({whose}_gbps):3}}", high)
+    return Claim(f"{{min({whose}_gbps):3}}{{}}", low, to_high)
 
 
 def _worst_step_clause(facts: Facts) -> str:
@@ -331,29 +303,29 @@ def _worst_step_clause(facts: Facts) -> str:
     phase = max(phase_ns, key=lambda name: phase_ns[name])
     mean_ns = {key[1]: time / count for key, (time, count) in exposed_by_step.items() if key[0] == phase}
     worst = max(mean_ns, key=lambda step: mean_ns[step])
-    return (
-        f"; of what ring steps expose, {percent(phase_ns[phase] / total_ns, 0)} is in the {PASSES[phase]} pass, "
-        f"most in step {worst} (mean {milliseconds(mean_ns[worst])})"
-    )
+    return Claim(
+        "; of what ring steps expose, {exposed_in_pass:0%} is in the {} pass, most in step {step} "
+        "(mean {max(step):ms})",
+        phase_ns[phase] / total_ns, PASSES[phase], worst, mean_ns[worst],
+    )  # fmt: skip
 
 
 def _wait_line(facts: Facts, share: float) -> str:
     """Say how much of the slowest rank's wall time is waiting for peers, with the slow links or the late ranks."""
     slow_clause = _slow_hosts_clause(facts) or _slow_ranks_clause(facts)
-    waiting = "of the slowest rank's wall is waiting for peers"
+    waiting = Claim("{peer_wait/wall:%} of the slowest rank's wall is waiting for peers", share)
     wall_ns, ranks = facts.waterfall.wall_ns, facts.attribution.ranks
     early_ns = fmean(wall_ns - rank.breakdown.wall_ns for rank in ranks)
     ends_early = early_ns > _MIN_EARLY_SHARE * facts.waterfall.of("peer_wait")
     early_clause = ", or for the slowest rank to end" if ends_early else ""
     if slow_clause:
-        on_wire = percent(facts.waterfall.of("exposed_wire") / wall_ns)
-        return f"{percent(share)} {waiting} whose hops are slow{early_clause}, {on_wire} wire: {slow_clause}."
-    late = late_ranks(facts.attribution)
-    late_text = ", ".join(f"rank {rank} ({percent(caused, 0)} of all waiting)" for rank, caused in late.items())
-    late_clause = f"; most waited for: {late_text}" if late else ""
-    comma = "," if early_clause else ""
-    sentence = f"{percent(share)} {waiting}{early_clause}{comma} beyond what their computation differs by"
-    return f"{sentence}{late_clause}{_worst_step_clause(facts)}."
+        template = f"{{}} whose hops are slow{early_clause}, {{exposed_wire/wall:%}} wire: {{}}"
+        return Claim(template, waiting, facts.waterfall.of("exposed_wire") / wall_ns, slow_clause)
+    late = late_ranks(facts.attribution).items()
+    late_text = Claim(", ").join(Claim("rank {rank} ({waited_for:0%} of all waiting)", *item) for item in late)
+    late_clause = Claim("; most waited for: {}", late_text) if late else ""
+    beyond = f"{early_clause}{',' if early_clause else ''} beyond what their computation differs by"
+    return Claim("{}{}{}{}", waiting, beyond, late_clause, _worst_step_clause(facts))
 
 
 _MIN_EARLY_SHARE = 0.1
@@ -365,11 +337,44 @@ def _unsplit_line(facts: Facts, share: float) -> str:
 
     ``share`` is that of the slowest rank's time.
     """
-    if facts.attribution.on_cpu:
-        # The share includes the time from a rank's own end to the slowest rank's.
-        blocked = f"ranks are blocked or done on average for {percent(share)} of the slowest rank's time"
-        return cpu_blocked_sentence(facts.attribution) or f"On CPU {blocked}: waiting and transfer cannot be separated."
-    return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step_clause(facts)}."
+    if not facts.attribution.on_cpu:
+        unknown = "How much of it is waiting and how much wire is not known (see warnings)"
+        return Claim("{}{}", unknown, _worst_step_clause(facts))
+    # The share includes the time from a rank's own end to the slowest rank's.
+    blocked = "ranks are blocked or done on average for {exposed_unsplit/wall:%} of the slowest rank's time"
+    unknown = Claim(f"On CPU {blocked}: waiting and transfer cannot be separated", share)
+    return cpu_blocked_clause(facts.attribution) or unknown
+
+
+def cpu_blocked_clause(attribution: Attribution) -> str:
+    """Say how long CPU ranks of several hosts are blocked in channels between and within hosts.
+
+    Empty where all ranks are on one host, or the run does not state its channels and links.
+    """
+    run, ranks, host_count = attribution.run, attribution.ranks, len({rank.host for rank in attribution.ranks})
+    if run is None or run.work is None or not attribution.on_cpu or host_count < 2:
+        return ""
+    leaving = [entry for work in run.work for entry in work.sent or () if entry.link == OTHER_HOST]
+    blocked_ns: dict[str, int] = defaultdict(int)
+    for rank in ranks:
+        for channel, time_ns in rank.blocked_ns.items():
+            blocked_ns[channel] += time_ns
+    # Every rank of a ring that crosses hosts is delayed by the crossing, wherever its own neighbours are.
+    crossing = {entry.channel for entry in leaving}
+    between = {channel: time_ns for channel, time_ns in blocked_ns.items() if channel in crossing}
+    if not between:
+        return ""
+    wall_ns, between_ns = sum(rank.breakdown.wall_ns for rank in ranks), sum(between.values())
+    sent_mb = sum(entry.sent_bytes for entry in leaving) / host_count / 1e6
+    period_s = wall_ns / sum(len(rank.iteration_ns) or 1 for rank in ranks) / 1e9
+    return Claim(
+        "{blocked_between_hosts/time:%} of the time ranks are blocked in channels that cross hosts ({}), "
+        "{blocked_within_hosts/time:%} in channels within a host; {leaving_mb:3} MB leave each host {}, "
+        "{leaving_mbps:3} MB/s",
+        between_ns / wall_ns, ", ".join(sorted(between, key=lambda channel: -between[channel])),
+        (sum(blocked_ns.values()) - between_ns) / wall_ns, sent_mb,
+        "in the captured block" if run.captured else "per iteration", sent_mb / period_s,
+    )  # fmt: skip
 
 
 def _computation_line(part: str, facts: Facts, share: float) -> str:
@@ -389,71 +394,10 @@ def _kinds_of(facts: Facts, part: str) -> list[KindRow]:
 def _not_launched_line(facts: Facts, share: float) -> str:
     """Say how much of the time nothing runs because the next work is not launched yet."""
     if facts.attribution.on_cpu:
-        text = f"{percent(share)} of the time nothing computes"
         unmarked = any(warning.code == "cpu_no_wait_marks" for warning in facts.attribution.warnings)
-        return f"{text}; waiting is not recorded." if unmarked else f"{text} and nothing waits."
-    return launch_idle_sentence(facts.attribution, percent(share))
-
-
-# --- blocked time on CPU ------------------------------------------------------------------------------
-
-
-class BlockedByLink(msgspec.Struct, frozen=True):
-    """Blocked time of CPU ranks by class of link: means over ranks, over all marked iterations."""
-
-    between_hosts_ns: float
-    """Time blocked in channels that cross hosts."""
-    within_host_ns: float
-    """Time blocked in the other channels."""
-    channels: tuple[str, ...]
-    """Channels that cross hosts, longest blocked first."""
-    leaving_bytes: float
-    """Bytes that one host sends to others in one iteration, or in a captured block; mean over hosts."""
-
-
-def blocked_by_link(attribution: Attribution) -> BlockedByLink | None:
-    """Split the blocked time of CPU ranks by class of link.
-
-    None where all ranks are on one host, or the run does not state its channels and links.
-    """
-    run, ranks = attribution.run, attribution.ranks
-    hosts = {rank.host for rank in ranks}
-    if run is None or run.work is None or not attribution.on_cpu or len(hosts) < 2:
-        return None
-    sends = [entry for work in run.work for entry in work.sent or ()]
-    # Every rank of a ring that crosses hosts is delayed by the crossing, wherever its own neighbours are.
-    crossing = {entry.channel for entry in sends if entry.link == OTHER_HOST}
-    blocked_ns: dict[str, int] = {}
-    for rank in ranks:
-        for channel, time_ns in rank.blocked_ns.items():
-            blocked_ns[channel] = blocked_ns.get(channel, 0) + time_ns
-    between_hosts = {channel: time_ns for channel, time_ns in blocked_ns.items() if channel in crossing}
-    if not between_hosts:
-        return None
-    return BlockedByLink(
-        between_hosts_ns=sum(between_hosts.values()) / len(ranks),
-        within_host_ns=(sum(blocked_ns.values()) - sum(between_hosts.values())) / len(ranks),
-        channels=tuple(sorted(between_hosts, key=lambda channel: -between_hosts[channel])),
-        leaving_bytes=sum(entry.sent_bytes for entry in sends if entry.link == OTHER_HOST) / len(hosts),
-    )
-
-
-def cpu_blocked_sentence(attribution: Attribution) -> str:
-    """Say how long CPU ranks of several hosts are blocked between and within hosts; empty where it is not known."""
-    links = blocked_by_link(attribution)
-    if links is None:
-        return ""
-    walls = [rank.breakdown.wall_ns for rank in attribution.ranks]
-    iterations = fmean(len(rank.iteration_ns) or 1 for rank in attribution.ranks)
-    period = "in the captured block" if attribution.run and attribution.run.captured else "per iteration"
-    between_share, within_share = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
-    sent_mb, period_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
-    return (
-        f"{percent(between_share)} of the time ranks are blocked in channels that cross hosts"
-        f" ({', '.join(links.channels)}), {percent(within_share)} in channels within a host;"
-        f" {three_digits(sent_mb)} MB leave each host {period},"
-        f" {three_digits(sent_mb / period_s)} MB/s."
-    )
+        waits = "; waiting is not recorded" if unmarked else " and nothing waits"
+        return Claim(f"{{launch_gaps/time:%}} of the time nothing computes{waits}", share)
+    return launch_idle_sentence(facts.attribution, share)
 
 
 # --- the table ----------------------------------------------------------------------------------------
@@ -469,7 +413,7 @@ PARTS = {
     row.name: row
     for row in (
         PartRow("peak", "needed work at peak", _peak_evidence),
-        PartRow("vendor_peak", "matrix product below peak", _vendor_peak_evidence),
+        PartRow("vendor_peak", "matrix product below peak", _matrix_product_evidence),
         PartRow(
             "kernel_limit", "attention below a matrix product", _kernel_evidence, remedies.kernel_limit,
             without_remedy=_comparison,
@@ -479,8 +423,18 @@ PARTS = {
             lambda facts: f"--kernel {facts.waterfall.work.kernels.fastest} (ringprof kernels)",
         ),
         PartRow("kernel", "attention kernel below peak", _kernel_evidence, remedies.another_kernel),
-        PartRow("repeated", "repeated work", _repeated_evidence, remedies.repeated),
-        PartRow("slowdown", "slow-down beside communication", _slowdown_evidence, remedies.slowdown),
+        PartRow(
+            "repeated", "repeated work",
+            lambda facts: Claim("blocks of {done/needed:.4f} times the work that the mask needs",
+                                (facts.waterfall.work.done or 0) / facts.waterfall.work.needed),
+            remedies.repeated,
+        ),
+        PartRow(
+            "slowdown", "slow-down beside communication",
+            lambda facts: Claim("{rate_in_run:,.1f} TFLOP/s in the run against {solo_tflops:,.1f} alone",
+                                _rate_in_run(facts), facts.waterfall.work.solo_tflops),
+            remedies.slowdown,
+        ),
         PartRow("attention", "attention kernels", _attention_evidence, remedies.attention),
         PartRow("imbalance", "imbalance between ranks", _computed_evidence, remedies.imbalance, _imbalance_line),
         PartRow("exposed_wire", "exposed wire", _wire_evidence, remedies.exposed_wire, _wire_line),
@@ -489,8 +443,11 @@ PARTS = {
             remedies.peer_wait, _wait_line,
         ),
         PartRow(
-            "exposed_unsplit", "exposed wire, wait and imbalance", _unsplit_evidence, remedies.exposed_unsplit,
-            _unsplit_line,
+            "exposed_unsplit", "exposed wire, wait and imbalance",
+            lambda facts: "blocked in wait: on CPU wire, peer wait and imbalance are not told apart"
+            if facts.attribution.on_cpu
+            else "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one",
+            remedies.exposed_unsplit, _unsplit_line,
             without_remedy=lambda facts: "which of these it is cannot be told on CPU" if facts.attribution.on_cpu
             else "why these cannot be told apart is among the warnings",
         ),
@@ -498,7 +455,9 @@ PARTS = {
             "other_groups", "other groups' communication",
             "communication of groups that were not asked for, with nothing beside it",
             "other groups' communication beside computation",
-            lambda facts, share: f"{percent(share)} of the time is exposed communication of other groups.",
+            lambda facts, share: Claim(
+                "{other_groups/time:%} of the time is exposed communication of other groups", share
+            ),
         ),
         _computation("recurrence", "linear recurrences"),
         _computation("matrix_products", "matrix products"),
@@ -506,12 +465,17 @@ PARTS = {
         _computation("other_compute", "other computation"),
         _computation("merge_and_copies", "merges and copies", remedy=remedies.merge_and_copies),
         PartRow("background", "background only", "other work of the device runs, launched outside the window"),
-        PartRow("launch_gaps", "host-bound idle", _launch_gaps_evidence, remedies.launch_gaps, _not_launched_line),
+        PartRow(
+            "launch_gaps", "host-bound idle",
+            lambda facts: "neither computing nor blocked" if facts.attribution.on_cpu
+            else "nothing ran on the device before the next activity was launched, and in gaps below 5 us",
+            remedies.launch_gaps, _not_launched_line,
+        ),
         PartRow(
             "blocked", "blocked idle",
             "nothing ran on the device, although the next activity had been launched, or no launch is recorded",
             lambda facts: blocked_recommendation(facts.attribution),
-            lambda facts, share: blocked_idle_sentence(facts.attribution, percent(share)),
+            lambda facts, share: blocked_idle_sentence(facts.attribution, share),
             "what most of it waits for is not recorded",
         ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.claim import Claim
 from ringprof.trace.producers import PRODUCERS, Producer
 
 _AMD = re.compile("AMD|Instinct|Radeon|MI[0-9]{3}")
@@ -36,7 +37,8 @@ def graphs_advice(attribution: Attribution) -> str:
             operators[name] = operators.get(name, 0) + count
     most = sorted(operators, key=lambda name: (-operators[name], name))[:2]
     named = f" ({', '.join(most)})" if most else ""
-    return f"{graphs} for the {single:,} of {total:,} kernels still launched one by one{named}"
+    template = "{} for the {one_by_one:,} of {kernels:,} kernels still launched one by one{}"
+    return Claim(template, graphs, single, total, named)
 
 
 _COMPILED = re.compile("triton_(poi|red|per)_")

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.idle_text import (
     PREFETCH,
     host_recommendation,
@@ -27,8 +27,7 @@ from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Facts
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST
-from ringprof.common.formatting import milliseconds, percent, three_digits
-from ringprof.run import Run, StrategyUsed
+from ringprof.run import StrategyUsed
 from ringprof.trace.columns import PAGE_MIGRATION
 
 UNBALANCED = 1.5
@@ -174,9 +173,9 @@ def rate_to_hide(attribution: Attribution, summary: Summary) -> str:
     needed_gbps = row.sent_bytes / len(attribution.ranks) / compute_ns
     if needed_gbps <= row.wire_gbps:
         return ""
-    needed = three_digits(needed_gbps)
     whose = "these bytes" if is_only else f"the bytes of {in_a_sentence(row.kind)} alone"
-    return f"; {milliseconds(compute_ns)} of computation can hide {whose} from {needed} GB/s per rank on"
+    template = "; {mean(compute):ms} of computation can hide {} from {rate_to_hide:3} GB/s per rank on"
+    return Claim(template, compute_ns, whose, needed_gbps)
 
 
 def _strategy(attribution: Attribution) -> StrategyUsed | None:
@@ -197,13 +196,14 @@ def imbalance(facts: Facts) -> str:
     if run and run.workload and run.workload.documents:
         return "another layout (ringprof advise compares them)"
     if not _same_work(attribution):
-        return f"the same work for every rank{_longest_computing_clause(attribution)}"
+        return Claim("the same work for every rank{}", _longest_computing_clause(attribution))
     if attribution.on_cpu:
         return ""
     by_time = sorted((rank.breakdown for rank in attribution.ranks), key=lambda breakdown: breakdown.compute_ns)
     least, most = by_time[0], by_time[-1]
     if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
-        return f"look at the GPUs' clocks (same work, other speed){_longest_computing_clause(attribution)}"
+        longest = _longest_computing_clause(attribution)
+        return Claim("look at the GPUs' clocks (same work, other speed){}", longest)
     return "compare what ranks compute beside attention (--show kernels)"
 
 
@@ -216,9 +216,10 @@ def _longest_computing_clause(attribution: Attribution) -> str:
     stand_out = 0 < len(longest) <= min(2, len(others) - 1) and 2 * gap >= times[-1][0] - times[0][0]
     if not stand_out or longest[0][0] <= _MAX_WORK_RATIO * others[-1][0]:
         return ""
-    ranks = " and ".join(str(rank) for rank in sorted(rank for _, rank in longest))
+    ranks = Claim(" and ").join(Claim("{rank}", rank) for rank in sorted(rank for _, rank in longest))
     computes = "rank {} computes" if len(longest) == 1 else "ranks {} compute at least"
-    return f": {computes.format(ranks)} {milliseconds(longest[0][0])}, all others at most {milliseconds(others[-1][0])}"
+    template = f": {computes} {{min(named_compute):ms}}, all others at most {{max(others_compute):ms}}"
+    return Claim(template, ranks, longest[0][0], others[-1][0])
 
 
 def exposed_wire(facts: Facts) -> str:
@@ -296,21 +297,14 @@ def peer_wait(facts: Facts) -> str:
     late = late_ranks(attribution)
     if not late:
         return ""
-    listed = [f"rank {rank} ({percent(share, 0)} of all waiting is for it)" for rank, share in late.items()]
-    return f"find what makes {' and '.join(listed)} late{_late_idle_clause(attribution, late)}"
-
-
-def _late_idle_clause(attribution: Attribution, late: Mapping[int, float]) -> str:
-    """State how long the late ranks idle themselves; empty where all idle briefly."""
-    idle_ns = {
-        rank.rank: rank.breakdown.idle_ns
+    listed = [Claim("rank {rank} ({waited_for:0%} of all waiting is for it)", *item) for item in late.items()]
+    idles = [
+        Claim("rank {rank} idles {idle_of_rank:ms}", rank.rank, rank.breakdown.idle_ns)
         for rank in attribution.ranks
         if rank.rank in late and rank.breakdown.idle_ns >= _MIN_IDLE_SHARE * rank.breakdown.wall_ns
-    }
-    if not idle_ns:
-        return ""
-    idle = ", ".join(f"rank {rank} idles {milliseconds(time)}" for rank, time in idle_ns.items())
-    return f": {idle} (--show idle)"
+    ]
+    idle_clause = Claim(": {} (--show idle)", Claim(", ").join(idles)) if idles else ""
+    return Claim("find what makes {} late{}", Claim(" and ").join(listed), idle_clause)
 
 
 def exposed_unsplit(facts: Facts) -> str:
@@ -368,20 +362,13 @@ def launch_gaps(facts: Facts) -> str:
         return more_tokens.removeprefix(", ") if strategy else ""
     if strategy is not None and run is not None and run.predicted is not None:
         return f"fewer and longer kernels{more_tokens}"
+    short_gaps, work = f"fewer and longer kernels{more_tokens}", run.workload if run else None
+    # `ringprof record --cuda-graph` refuses layers, changing sizes, and peers, whose names have a slash.
+    is_peer = work is not None and work.recurrent and strategy is not None and "/" in strategy.name
+    refuses_capture = is_peer or (work is not None and (work.layer is not None or work.sequences is not None))
     if strategy is None or run is None or run.captured:
-        short_gaps = ", ".join(filter(None, (graphs_advice(attribution), "fewer and longer kernels")))
-    elif _may_capture(run, strategy):
+        short_gaps = Claim(", ").join(filter(None, (graphs_advice(attribution), "fewer and longer kernels")))
+    elif not (strategy.cuda_graph or strategy.hops == "copy" or refuses_capture):
         short_gaps = f"--cuda-graph{more_tokens}"
-    else:
-        short_gaps = f"fewer and longer kernels{more_tokens}"
     phases = producer_of(attribution).phases
     return host_recommendation(largest_host_cause(total_idle_causes(attribution)), short_gaps, phases)
-
-
-def _may_capture(run: Run, strategy: StrategyUsed) -> bool:
-    """Return whether `ringprof record --cuda-graph` accepts the run and was not used for it."""
-    work = run.workload
-    # Peers, of other packages, have a slash in their names.
-    is_peer = work is not None and work.recurrent and "/" in strategy.name
-    is_refused = is_peer or (work is not None and (work.layer is not None or work.sequences is not None))
-    return not strategy.cuda_graph and strategy.hops != "copy" and not is_refused

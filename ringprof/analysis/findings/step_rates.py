@@ -11,11 +11,11 @@ from collections import Counter
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE, KIND
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.work import RATED_PARTS, PartWork
-from ringprof.common.formatting import percent, three_digits
 from ringprof.workload.devices import peak_of
 
 MAX_NAMED = 2
@@ -138,21 +138,19 @@ def _with_peak(rates: StepRates, ranks: tuple[Rank, ...]) -> StepRates:
 # --- in words -----------------------------------------------------------------------------------------
 
 
-def computation_clause(attribution: Attribution, summary: Summary) -> str:
+def computation_clause(attribution: Attribution, summary: Summary, first: str = "what") -> str:
     """Name the longest parts of the computation as shares of the mean wall time, with their rates.
 
-    Further parts follow if their rate is known. Empty where nothing computes.
+    Further parts follow if their rate is known. ``first``: the first word. Empty where nothing computes.
     """
     rates, rows = step_rates_of(attribution), _longest_parts(attribution, summary)
     if not rows:
         return ""
-    largest = [f"{label} {percent(share)}{_rate_clause(rates, part)}" for part, label, share in rows[:MAX_NAMED]]
-    others = [
-        f"; {label} {percent(share)}{_rate_clause(rates, part)}"
-        for part, label, share in rows[MAX_NAMED:]
-        if _rate_clause(rates, part)
-    ]
-    return f"what computes longest is {', then '.join(largest)} of the time{''.join(others)}{_mfu_clause(rates)}"
+    named = [(Claim(f"{{}} {{busy({part})/time:%}}{{}}", label, share, _rate_clause(rates, part)), part)
+             for part, label, share in rows]  # fmt: skip
+    longest = Claim(", then ").join(clause for clause, _ in named[:MAX_NAMED])
+    others = Claim("").join(Claim("; {}", clause) for clause, part in named[MAX_NAMED:] if _rate_clause(rates, part))
+    return Claim("{} computes longest is {} of the time{}{}", first, longest, others, _mfu_clause(rates))
 
 
 def computes_longest(attribution: Attribution, summary: Summary) -> str:
@@ -166,17 +164,17 @@ def compute_part_sentence(attribution: Attribution, part: str, share: float, par
     ``share``: share of the mean wall time. ``part_name``: name of the part in the sentence.
     """
     rates, attention_share = step_rates_of(attribution), _share_of_wall(attribution, "attention")
-    sentence = f"{percent(share)} of the time is {part_name}{_rate_clause(rates, part)}"
+    attention, of_the_time, first = "", " of the time", "{busy(attention)/time:%} of the time is attention{}, "
     if attention_share >= share:
-        attention_text = f"{percent(attention_share)} of the time is attention{_rate_clause(rates, 'attention')}"
-        sentence = f"{attention_text}, {percent(share)} is {part_name}{_rate_clause(rates, part)}"
-    return f"{sentence}{_mfu_clause(rates)}."
+        attention, of_the_time = Claim(first, attention_share, _rate_clause(rates, "attention")), ""
+    tail = _rate_clause(rates, part), _mfu_clause(rates)
+    return Claim(f"{{}}{{{part}/time:%}}{of_the_time} is {{}}{{}}{{}}", attention, share, part_name, *tail)
 
 
 def attention_rate_clause(attribution: Attribution) -> str:
     """Return the rate of the attention kernels and the MFU, to follow "attention kernels"; empty without shapes."""
     rates = step_rates_of(attribution)
-    return f"{_rate_clause(rates, 'attention')}{_mfu_clause(rates)}"
+    return Claim("{}{}", _rate_clause(rates, "attention"), _mfu_clause(rates))
 
 
 def _longest_parts(attribution: Attribution, summary: Summary) -> list[tuple[str, str, float]]:
@@ -226,13 +224,7 @@ def _rate_clause(rates: StepRates | None, part: str) -> str:
     row = rates.part(part) if rates else None
     if row is None or row.tflops is None or row.coverage < MIN_RATED:
         return ""
-    return f" ({flops_in_words(row.tflops, '/s')}{MASKS_UNKNOWN if row.mask_unknown else ''})"
-
-
-def flops_in_words(tera: float, per: str = "") -> str:
-    """Return FLOPs with a unit that fits: ``523 TFLOP/s``, ``41.2 GFLOP/s``."""
-    unit, prefix = next(((unit, prefix) for unit, prefix in ((1e3, "P"), (1, "T")) if tera >= unit), (1e-3, "G"))
-    return f"{three_digits(tera / unit)} {prefix}FLOP{per}"
+    return Claim(f" ({{{part}_tflops:flops}}{{}})", row.tflops, MASKS_UNKNOWN if row.mask_unknown else "")
 
 
 MIN_RATED = 0.1
@@ -245,14 +237,15 @@ def _mfu_clause(rates: StepRates | None) -> str:
     if rates is None:
         return ""
     if rates.mfu is not None and rates.peak_tflops is not None:
-        return f"; MFU {percent(rates.mfu)} of {rates.peak_tflops:g} TFLOP/s ({rates.peak_dtype})"
+        rate = rates.mfu, rates.peak_tflops, rates.peak_dtype
+        return Claim("; MFU {mfu:%} of {step_peak_tflops:g} TFLOP/s ({})", *rate)
     partly_known = [
-        f"{percent(row.coverage)} of the {_TIMES[row.part]} time"
+        Claim(f"{{{row.part}_coverage:%}} of the {_TIMES[row.part]} time", row.coverage)
         for row in rates.parts
         if row.tflops is not None and MIN_RATED <= row.coverage < MIN_COVERAGE
     ]
-    named = " and ".join(partly_known)
-    return f"; shapes are recorded for {named}, and rates are of that time" if named else ""
+    named = Claim(" and ").join(partly_known)
+    return Claim("; shapes are recorded for {}, and rates are of that time", named) if partly_known else ""
 
 
 _TIMES = {"attention": "attention", "matrix_products": "matrix-product"}

@@ -11,6 +11,7 @@ from statistics import fmean
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.claim import Claim
 from ringprof.analysis.findings.parts import PARTS, in_words, name_in_sentence
 from ringprof.analysis.findings.recommendations import rate_to_hide
 from ringprof.analysis.findings.step_rates import attention_rate_clause, busy_ns, computation_clause, computes_longest
@@ -24,7 +25,7 @@ from ringprof.analysis.findings.waterfall import (
     Waterfall,
 )
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND
-from ringprof.common.formatting import milliseconds, percent
+from ringprof.common.formatting import percent
 from ringprof.trace.columns import CUT_OFF
 
 _MIN_GAIN = 0.0005
@@ -63,21 +64,24 @@ def _cost_line(facts: Facts) -> str:
         single_device = len(ranks) == 1 and world_size in (None, 1) and not several_devices
         left_out_ns = fmean(rank.left_out_comm_ns for rank in ranks)
         if left_out_ns:
-            rest = f"the rest of these traces has {milliseconds(left_out_ns)} of it per {noun}"
-            return f"no communication in what is reported; {rest}"
+            rest = f"the rest of these traces has {{mean(left_out):ms}} of it per {noun}"
+            return Claim(f"no communication in what is reported; {rest}", left_out_ns)
         if single_device:
             return f"one {noun}: nothing is communicated"
         return _unknown_kinds_line(facts) or "no communication in these traces"
-    exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
+    worst: str = ""
     if len(attribution.ranks) > 1:
-        exposed += f", {percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
+        values = summary.exposed_worst, summary.exposed_worst_rank
+        worst = Claim(", {max(exposed_comm):%} at worst (rank {rank})", *values)
+    exposed = Claim("{exposed_comm/time:%} of the time is exposed communication{}", summary.exposed_mean, worst)
     has_ranges = any(rank.exposed.by_group for rank in attribution.ranks)
     if attribution.on_cpu and not has_ranges:
-        return f"{exposed}: time blocked in waiting for a transfer."
+        return Claim("{}: time blocked in waiting for a transfer.", exposed)
     if summary.exposed_mean < WORTH_NAMING and summary.overlap_ratio is not None:
-        return f"{exposed}: {percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
+        hidden = "{overlap_ratio:0%} of all communication is hidden behind computation"
+        return Claim(f"{{}}: {hidden}.", exposed, summary.overlap_ratio)
     shares = "" if is_attention(attribution) and not attribution.on_cpu else exposed_shares(attribution)
-    return f"{exposed}: {shares}." if shares else f"{exposed}."
+    return Claim("{}: {}.", exposed, shares) if shares else Claim("{}.", exposed)
 
 
 def _unknown_kinds_line(facts: Facts) -> str:
@@ -86,7 +90,8 @@ def _unknown_kinds_line(facts: Facts) -> str:
     if share < _MUCH_UNKNOWN or facts.attribution.on_cpu:
         return ""
     longest = facts.attribution.largest_of_other[0].name[:_LONGEST_KERNEL_NAME]
-    return f"no known communication; {percent(share)} of the time is kernels of unknown kind, the longest {longest}"
+    unknown = "{unknown_kinds/time:%} of the time is kernels of unknown kind, the longest {}"
+    return Claim(f"no known communication; {unknown}", share, longest)
 
 
 # --- cause of the largest loss ------------------------------------------------------------------------
@@ -101,7 +106,7 @@ def _cause_line(facts: Facts) -> str:
     share = waterfall.of(largest) / (waterfall.wall_ns or 1) if is_wait else facts.share_of_time(waterfall.of(largest))
     if share < WORTH_NAMING:
         return _kernels_line(facts)
-    return PARTS[largest].sentence(facts, share)
+    return Claim("{}.", PARTS[largest].sentence(facts, share))
 
 
 def _computation_line(facts: Facts) -> str:
@@ -109,7 +114,6 @@ def _computation_line(facts: Facts) -> str:
 
     Idle time or copies come first if they take longer.
     """
-    sentence = computation_clause(facts.attribution, facts.summary)
     waterfall = facts.waterfall
     longest_ns = max(map(waterfall.of, (*IDLE_PARTS, *COMPUTE_PARTS, *ATTENTION_PARTS)))
     largest_loss = max((*IDLE_PARTS, "merge_and_copies"), key=waterfall.of)
@@ -117,22 +121,27 @@ def _computation_line(facts: Facts) -> str:
     # A part of one kind that also computes longest is named once, by the time in which it runs.
     is_named = computes_longest(facts.attribution, facts.summary) == name_in_sentence(facts, largest_loss)
     if share >= WORTH_NAMING and waterfall.of(largest_loss) == longest_ns and not is_named:
-        line = PARTS[largest_loss].sentence(facts, share)
-        return f"{line.removesuffix('.')}; {sentence}." if sentence else line
-    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+        clauses = PARTS[largest_loss].sentence(facts, share), computation_clause(facts.attribution, facts.summary)
+        return Claim("{}.", Claim("; ").join(filter(None, clauses)))
+    longest = computation_clause(facts.attribution, facts.summary, "What")
+    return Claim("{}.", longest) if longest else ""
 
 
 def _kernels_line(facts: Facts) -> str:
     """Say that no loss outside the attention kernels is worth naming, with the rate of these kernels."""
     waterfall = facts.waterfall
-    attention_share = percent(facts.share_of_time(waterfall.of(*ATTENTION_PARTS)))
-    text = f"No loss outside the attention kernels reaches {percent(WORTH_NAMING, 0)}: {attention_share} of the time is"
-    rate = facts.summary.rates.block_tflops
+    rate, peak = facts.summary.rates.block_tflops, waterfall.work.peak
     if rate is None or rate < 1:
-        return f"{text} attention kernels{attention_rate_clause(facts.attribution)}."
-    peak = waterfall.work.peak
-    of_peak = f", {percent(rate / peak.tflops, 0)} of the device's peak" if peak else ""
-    return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
+        rate_clause = attention_rate_clause(facts.attribution)
+    else:
+        share = rate / peak.tflops if peak else 0.0
+        of_peak = Claim(", {block_tflops/peak_tflops:0%} of the device's peak", share) if peak else ""
+        rate_clause = Claim(" at {block_tflops:,.0f} TFLOP/s{}", rate, of_peak)
+    return Claim(
+        f"No loss outside the attention kernels reaches {percent(WORTH_NAMING, 0)}: "
+        "{attention_parts/time:%} of the time is attention kernels{}.",
+        facts.share_of_time(waterfall.of(*ATTENTION_PARTS)), rate_clause,
+    )  # fmt: skip
 
 
 # --- possible gain ------------------------------------------------------------------------------------
@@ -143,18 +152,16 @@ def _gain_line(facts: Facts) -> str:
     if not _communicates(facts) or len(facts.attribution.ranks) < 2 or not facts.waterfall.wall_ns:
         return ""
     wall_ns, bounds = facts.waterfall.wall_ns, facts.waterfall.bounds
-    bound_texts = [(bounds.free_ns, "with free communication")]
+    bound_texts = [(bounds.free_ns, "free_communication", "with free communication")]
     if facts.waterfall.of("imbalance"):
-        bound_texts.append((bounds.balanced_ns, "with perfect balance"))
+        bound_texts.append((bounds.balanced_ns, "balanced", "with perfect balance"))
     if not facts.attribution.on_cpu and not facts.waterfall.of("exposed_unsplit"):
         # Wire time beyond the computation cannot be hidden, so this bound needs known wire times.
-        bound_texts.append((bounds.hidden_ns, "with perfect balance and overlap"))
-    gains = [(time, words) for time, words in bound_texts if 1 - time / wall_ns >= _MIN_GAIN]
-    if not gains:
-        return ""
-    texts = [f"{milliseconds(time)} ({percent(1 - time / wall_ns)}{'' if index else ' less'}) {words}"
-             for index, (time, words) in enumerate(gains)]  # fmt: skip
-    return f"{milliseconds(wall_ns)} could be " + ", ".join(texts) + "."
+        bound_texts.append((bounds.hidden_ns, "all_hidden", "with perfect balance and overlap"))
+    gains = [row for row in bound_texts if 1 - row[0] / wall_ns >= _MIN_GAIN]
+    texts = [Claim(f"{{{name}:ms}} ({{gain({name}):%}}{'' if index else ' less'}) {words}", time, 1 - time / wall_ns)
+             for index, (time, name, words) in enumerate(gains)]  # fmt: skip
+    return Claim("{wall:ms} could be {}.", wall_ns, Claim(", ").join(texts)) if texts else ""
 
 
 # --- recommendation -----------------------------------------------------------------------------------
@@ -194,7 +201,7 @@ def next_step_of(facts: Facts) -> NextStep | None:
         return None
     gain_ns = waterfall.gain_ns(name)
     share = gain_ns / waterfall.wall_ns if waterfall.wall_ns else 0.0
-    advice = f". To try: {remedy}" if remedy else f": {recommendation}"
+    advice = Claim(". To try: {}" if remedy else ": {}", recommendation)
     return NextStep(part=name, time_ns=gain_ns, share=share, text=_next_step_text(facts, name, gain_ns, advice))
 
 
@@ -202,27 +209,27 @@ def _next_step_text(facts: Facts, part: str, gain_ns: int, advice: str) -> str:
     """Write the sentence of `NextStep.text`; ``advice``: the recommendation, or why there is none."""
     waterfall, kernels, label = facts.waterfall, facts.waterfall.work.kernels, PARTS[part].label
     time_ns = waterfall.of(part)
-    loss, wall = milliseconds(time_ns), milliseconds(waterfall.wall_ns)
-    if part == "slower_kernel":
-        return f"Largest loss{_scope(waterfall, time_ns)}: {label}, {loss} of {wall}: {kernels.evidence}{advice}."
+    wall_ns, template = waterfall.wall_ns, "{}, {loss:ms} of {wall:ms}"
     if part in ("kernel", "kernel_limit"):
         # The distance to a peak is no loss that a change is known to remove.
         advice = advice if advice.startswith(". To try") else ""
-        return f"In the attention kernels: {kernels.evidence or kernels.unknown}{advice}."
+        return Claim("In the attention kernels: {}{}.", kernels.evidence or kernels.unknown, advice)
     if part in ATTENTION_PARTS:
-        tenth = milliseconds(waterfall.of(*ATTENTION_PARTS) / 10)
-        text = f"Largest loss{_scope(waterfall, time_ns)}: {label}, {loss} of {wall}{advice}"
-        return f"{text}; 10 % faster attention saves {tenth}."
+        text = Claim(f"Largest loss{{}}: {template}", _scope(waterfall, time_ns), label, time_ns, wall_ns)
+        if part == "slower_kernel":
+            return Claim("{}: {}{}.", text, kernels.evidence, advice)
+        tenth_ns = waterfall.of(*ATTENTION_PARTS) / 10
+        return Claim("{}{}; 10 % faster attention saves {attention_parts/10:ms}.", text, advice, tenth_ns)
     hides = rate_to_hide(facts.attribution, facts.summary) if part == "exposed_wire" else ""
     named_parts = _parts_named_with(waterfall, part)
     scope = _scope(waterfall, waterfall.of(*named_parts), attention_ns=waterfall.of(*ATTENTION_PARTS))
-    name = f"{name_in_sentence(facts, part)}, {loss} of {wall}"
+    name = Claim(template, name_in_sentence(facts, part), time_ns, wall_ns)
     if len(named_parts) > 1:
-        together_text = milliseconds(waterfall.of(*named_parts))
-        largest = f"its largest part {name_in_sentence(facts, part)} ({loss})"
-        name = f"imbalance and exposed communication, {together_text} of {wall}, {largest}"
-    bound = f", of which free communication would gain {milliseconds(gain_ns)}" if gain_ns < time_ns else ""
-    return f"Largest loss{scope}: {name}{bound}{advice}{hides}."
+        largest = Claim("its largest part {} ({loss:ms})", name_in_sentence(facts, part), time_ns)
+        together = "imbalance and exposed communication, {communication:ms} of {wall:ms}"
+        name = Claim(f"{together}, {{}}", waterfall.of(*named_parts), wall_ns, largest)
+    bound = Claim(", of which free communication would gain {gain:ms}", gain_ns) if gain_ns < time_ns else ""
+    return Claim("Largest loss{}: {}{}{}{}.", scope, name, bound, advice, hides)
 
 
 def _scope(waterfall: Waterfall, loss_ns: int, *, attention_ns: int = 0) -> str:
@@ -274,10 +281,10 @@ def exposed_shares(attribution: Attribution) -> str:
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     largest = sorted(exposed.items(), key=lambda item: -item[1])[:MAX_NAMED]
     named = [(label, time) for label, time in largest if wall and time >= MIN_SHARE * wall]
-    texts = [f"{100 * time / wall:.1f} % {label}" for label, time in named]
+    texts = [Claim("{exposed_kind/time:%} {}", time / wall, label) for label, time in named]
     total = sum(rank.breakdown.exposed_comm_ns for rank in attribution.ranks)
     at_once = ", partly at the same time" if len(named) > 1 and sum(time for _, time in named) > total else ""
-    return ", ".join(texts) + at_once if texts else ""
+    return Claim("{}{}", Claim(", ").join(texts), at_once) if texts else ""
 
 
 def missing_sentence(attribution: Attribution) -> str:

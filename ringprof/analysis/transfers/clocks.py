@@ -16,8 +16,7 @@ fitted together with one common lag, because the offsets around the circle sum t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 import msgspec
@@ -105,7 +104,7 @@ def fit_clocks(traffic: Mapping[tuple[int, int], TrafficEvidence], host: Mapping
     ``traffic`` has both directions of every pair of hosts; ``host`` names the host of every rank.
     """
     names = hosts_in_order(host)
-    fit = _fit_offsets(
+    offsets, lag_ns, residual = _fit_offsets(
         [
             estimate
             for (a, b), summary in traffic.items()
@@ -116,22 +115,22 @@ def fit_clocks(traffic: Mapping[tuple[int, int], TrafficEvidence], host: Mapping
     pairs = []
     for a, b in sorted((a, b) for a, b in traffic if a < b):
         low, high = _causal_interval(traffic[a, b], traffic[b, a])
-        offset_ns = fit.offsets[b] - fit.offsets[a]
+        offset_ns = offsets[b] - offsets[a]
         # How far the offset lies outside the interval that causality allows.
         outside = float(max(low + offset_ns, -offset_ns - high, 0.0))
         pairs.append(
             Pair(
                 hosts=(names[a], names[b]),
-                residual_ns=round(min(fit.residual(a, b) + outside, UNKNOWN_NS)),
+                residual_ns=round(min(residual(a, b) + outside, UNKNOWN_NS)),
                 transfers=traffic[a, b].count + traffic[b, a].count,
             )
         )
     number_of_host = {name: index for index, name in enumerate(names)}
     return Clocks(
-        offset_ns={rank: round(fit.offsets[number_of_host[name]]) for rank, name in host.items()},
+        offset_ns={rank: round(offsets[number_of_host[name]]) for rank, name in host.items()},
         host=dict(host),
         residual_ns=max((pair.residual_ns for pair in pairs), default=0),
-        lag_ns=round(fit.lag_ns),
+        lag_ns=round(lag_ns),
         pairs=tuple(pairs),
     )
 
@@ -282,36 +281,6 @@ class _OffsetEstimate(msgspec.Struct, frozen=True):
     """Whether the estimate is too low by the lag of a message."""
 
 
-class _Fit(msgspec.Struct, dict=True):
-    """Joint fit of all hosts' clocks."""
-
-    estimates: tuple[_OffsetEstimate, ...]
-    """Estimates that the fit used."""
-    offsets: list[float]
-    """Fitted offset of each host."""
-    lag_ns: float
-    first: list[int]
-    """For each host, the lowest-numbered host connected to it, directly or through other hosts."""
-    influence: npt.NDArray[np.floating]
-    """Derivative of each offset (row) by each estimate (column)."""
-
-    def misfit(self, estimate: _OffsetEstimate) -> float:
-        """Return the distance of an estimate from the fit, beyond the estimate's own width."""
-        fitted = self.offsets[estimate.b] - self.offsets[estimate.a] - estimate.lags * self.lag_ns
-        return max(abs(estimate.offset_ns - fitted) - estimate.width_ns, 0.0)
-
-    def residual(self, a: int, b: int) -> float:
-        """Return the error of the offset between two hosts if every estimate were off by its width."""
-        if self.first[a] != self.first[b]:
-            return float(np.inf)
-        return float(np.abs(self.influence[b] - self.influence[a]) @ self._widths)
-
-    @cached_property
-    def _widths(self) -> npt.NDArray[np.float64]:
-        """Width of each estimate, widened by its distance from the fit."""
-        return np.array([estimate.width_ns + self.misfit(estimate) for estimate in self.estimates])
-
-
 def _offset_estimates(a: int, b: int, a_to_b: TrafficEvidence, b_to_a: TrafficEvidence) -> Iterator[_OffsetEstimate]:
     """Yield the estimates from the traffic between two hosts; two-sided bounds only once, for ``a < b``."""
     if a_to_b.message_ends and not b_to_a.message_ends:
@@ -376,11 +345,16 @@ def _intersection(first: tuple[float, float], second: tuple[float, float]) -> tu
 # --- all hosts together ------------------------------------------------------------------------------
 
 
-def _fit_offsets(estimates: Sequence[_OffsetEstimate], count: int) -> _Fit:
+def _fit_offsets(
+    estimates: Sequence[_OffsetEstimate], count: int
+) -> tuple[list[float], float, Callable[[int, int], float]]:
     """Fit the offset of each host and one common lag by least squares, weighted by the estimates' certainty.
 
     Around a ring of hosts each message goes one way only, and the offsets sum to zero. Where the traffic closes no
     circle, lag and offset cannot be separated: then only estimates without lag are used.
+
+    Return the offsets, the lag, and a function that returns the error of the offset between two hosts if every estimate
+    were off by its width, widened by its distance from the fit.
     """
     usable = tuple(estimate for estimate in estimates if np.isfinite(estimate.width_ns))
     # For each host, the lowest-numbered host that estimates connect it to.
@@ -400,7 +374,19 @@ def _fit_offsets(estimates: Sequence[_OffsetEstimate], count: int) -> _Fit:
     influence = np.linalg.pinv(rows) * weights
     solution = influence @ np.array([estimate.offset_ns for estimate in usable])
     offsets = [float(solution[number] - solution[first_connected[number]]) for number in range(count)]
-    return _Fit(usable, offsets, float(solution[count]) if lags else 0.0, first_connected, influence)
+    lag_ns = float(solution[count]) if lags else 0.0
+    fitted = (offsets[estimate.b] - offsets[estimate.a] - estimate.lags * lag_ns for estimate in usable)
+    widths = [
+        estimate.width_ns + max(abs(estimate.offset_ns - offset_ns) - estimate.width_ns, 0.0)
+        for estimate, offset_ns in zip(usable, fitted, strict=True)
+    ]
+
+    def residual(a: int, b: int) -> float:
+        if first_connected[a] != first_connected[b]:
+            return float(np.inf)
+        return float(np.abs(influence[b] - influence[a]) @ np.array(widths))
+
+    return offsets, lag_ns, residual
 
 
 def _equations(

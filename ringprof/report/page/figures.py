@@ -108,12 +108,11 @@ def _legend_columns(plot: Any) -> int:
         - LETTER_PIXELS * max(map(len, plot.yaxis[0].major_label_overrides.values()), default=6)
         - 15
     )
-    fitting_counts = (count for count in range(len(labels), 1, -1) if _legend_width(labels, count) <= available)
-    return next(fitting_counts, 1)
-
-
-def _legend_width(labels: Sequence[str], columns: int) -> float:
-    return sum(28 + LETTER_PIXELS * max(map(len, labels[column::columns])) for column in range(columns))
+    widths = {
+        count: sum(28 + LETTER_PIXELS * max(map(len, labels[column::count])) for column in range(count))
+        for count in range(len(labels), 1, -1)
+    }
+    return next((count for count, width in widths.items() if width <= available), 1)
 
 
 def timeline(timeline_data: DrawnTimeline, ranks: Sequence[int], marks: Sequence[tuple[str, TimeSpan]] = ()) -> Any:

@@ -237,7 +237,10 @@ def figure_table(comparison: Comparison) -> PageTable:
     for name in comparison.figures:
         known = [entry.figures[name] for entry in comparison.entries if name in entry.figures]
         percent = known[0].unit == "share"
-        row: list[Cell] = [text(_metric_label(name)), text("%" if percent else known[0].unit)]
+        plain = name.removeprefix(WATERFALL_PREFIX).removesuffix("_ms").removesuffix("_mib")
+        label = LABELS.get(plain, plain.replace("_", " "))
+        label = f"waterfall: {WATERFALL_LABELS[plain]}" if name.startswith(WATERFALL_PREFIX) else label
+        row: list[Cell] = [text(label), text("%" if percent else known[0].unit)]
         for index, entry in enumerate(comparison.entries):
             figure = entry.figures.get(name)
             row.append(number(None if figure is None else figure.value * (100 if percent else 1)))
@@ -245,13 +248,6 @@ def figure_table(comparison: Comparison) -> PageTable:
                 row += _difference_cells(differences.get((name, index)))
         rows.append(row)
     return PageTable([clean(title) for title in titles], rows)
-
-
-def _metric_label(name: str) -> str:
-    if name.startswith(WATERFALL_PREFIX):
-        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL_PREFIX).removesuffix("_ms")]
-    plain = name.removesuffix("_ms").removesuffix("_mib")
-    return LABELS.get(plain, plain.replace("_", " "))
 
 
 def _difference_cells(difference: Difference | None) -> list[Cell]:

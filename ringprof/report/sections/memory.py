@@ -6,7 +6,6 @@ import numpy as np
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.memory import MemoryTimeline, memory_timelines
-from ringprof.common.json_object import JsonObject
 from ringprof.report.listing import RANK, Field, FieldTable
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Table
@@ -21,20 +20,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _rows(findings: Findings) -> list[JsonObject]:
-    return [
+MEMORY = FieldTable(
+    "memory",
+    lambda findings: [
         {"rank": pool.rank, "memory": pool.memory, "time_ns": time, "allocated_bytes": allocated,
          "reserved_bytes": None if reserved == NONE else reserved}
         for pool in memory_timelines(findings.attribution)
         for time, allocated, reserved in zip(
             pool.time_ns.tolist(), pool.allocated_bytes.tolist(), pool.reserved_bytes.tolist(), strict=True
         )
-    ]  # fmt: skip
-
-
-MEMORY = FieldTable(
-    "memory",
-    _rows,
+    ],
     (
         RANK,
         Field("memory", "memory pool: cuda and the device's number, or host"),
@@ -42,7 +37,7 @@ MEMORY = FieldTable(
         Field("allocated_bytes", "bytes in use"),
         Field("reserved_bytes", "bytes in use or kept for later use; missing for the host"),
     ),
-)
+)  # fmt: skip
 
 
 def html(findings: Findings, page: PageContext) -> Content | None:

@@ -9,10 +9,9 @@ from ringprof.analysis.findings.step_rates import (
     MIN_RATED,
     PartRate,
     StepRates,
-    flops_in_words,
     label_of,
 )
-from ringprof.common.formatting import percent
+from ringprof.common.formatting import flops_in_words, percent
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, duration

@@ -56,7 +56,7 @@ def _bounds(waterfall: Waterfall) -> str:
 
 
 WATERFALL = FieldTable(
-    "waterfall", lambda findings: [msgspec.structs.asdict(part) for part in findings.waterfall.parts],
+    "waterfall", lambda findings: msgspec.to_builtins(findings.waterfall.parts, enc_hook=str),
     (
         Field("part", "part of the slowest rank's wall", Column("part"), shown=WATERFALL_LABELS.__getitem__),
         Field("time_ns", "mean over ranks; all parts sum to the wall", Column("ms", "time", on_page="ms")),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ringprof.analysis.findings.parts import blocked_by_link, cpu_blocked_sentence
+from ringprof.analysis.findings.claim import Claim
+from ringprof.analysis.findings.parts import cpu_blocked_clause
 from ringprof.run import Sent, Work
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
@@ -41,30 +42,31 @@ def attributed(hosts: list[str], ranks: list[Work], waits: list[dict[str, int]])
     return attribute(traces, run)
 
 
+def figures(claim: str) -> dict[str, float]:
+    assert isinstance(claim, Claim)
+    return {figure.name: figure.value for figure in claim.figures}
+
+
 def test_blocked_time_is_split_by_inter_and_intra_host_channel():
     inner, outer = ("kv_inner", "same_host", 500), ("kv_outer", "other_host", 2000)
     attribution = attributed(["a", "b"], [work(inner, outer)] * 2, [{"kv_inner": 100_000, "kv_outer": 400_000},
                                                              {"kv_inner": 200_000, "kv_outer": 600_000}])  # fmt: skip
-    links = blocked_by_link(attribution)
-    assert links is not None and links.channels == ("kv_outer",)
-    assert (links.between_hosts_ns, links.within_host_ns, links.leaving_bytes) == (500_000, 150_000, 2000)
-    sentence = cpu_blocked_sentence(attribution)
-    assert (
-        "50.0 % of the time ranks are blocked in channels that cross hosts (kv_outer), 15.0 % in channels within"
-        in sentence
+    assert cpu_blocked_clause(attribution) == (
+        "50.0 % of the time ranks are blocked in channels that cross hosts (kv_outer), 15.0 % in channels within a "
+        "host; 0.002 MB leave each host per iteration, 2 MB/s"  # 2000 bytes in 1 ms
     )
-    assert "0.002 MB leave each host per iteration, 2 MB/s" in sentence  # 2000 bytes in 1 ms
     assert attribution.run is not None
     block = msgspec.structs.replace(attribution, run=msgspec.structs.replace(attribution.run, timings=None))
-    assert "0.002 MB leave each host in the captured block, 2 MB/s" in cpu_blocked_sentence(block)
+    assert "0.002 MB leave each host in the captured block, 2 MB/s" in cpu_blocked_clause(block)
 
 
 def test_ring_across_hosts_counts_all_its_ranks_as_blocked_between_hosts():
     here, there = work(("kv", "same_host", 100)), work(("kv", "other_host", 100))
     waits = [{"kv": 100_000}] * 4
-    links = blocked_by_link(attributed(["a", "a", "b", "b"], [here, there, here, there], waits))
-    assert links is not None
-    assert (links.between_hosts_ns, links.within_host_ns, links.leaving_bytes) == (100_000, 0, 100)
+    shown = figures(cpu_blocked_clause(attributed(["a", "a", "b", "b"], [here, there, here, there], waits)))
+    assert shown == pytest.approx({
+        "blocked_between_hosts/time": 0.1, "blocked_within_hosts/time": 0, "leaving_mb": 1e-4, "leaving_mbps": 0.1,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
@@ -72,10 +74,10 @@ def test_no_link_sentence_for_one_host_or_unnamed_channels(hosts: list[str]):
     named = hosts == ["a", "a"]
     waits = [{"kv": 100}] * 2 if named else [{}] * 2
     attribution = attributed(hosts, [work(("kv", "same_host" if named else "other_host", 100))] * 2, waits)
-    assert blocked_by_link(attribution) is None and cpu_blocked_sentence(attribution) == ""
+    assert cpu_blocked_clause(attribution) == ""
 
 
 def test_longest_blocking_channel_is_named_first():
     sent = [("dq", "other_host", 1), ("kv", "other_host", 1), ("dkv", "other_host", 1)]
-    links = blocked_by_link(attributed(["a", "b"], [work(*sent)] * 2, [{"dq": 20, "kv": 300, "dkv": 90}] * 2))
-    assert links is not None and links.channels == ("kv", "dkv", "dq")
+    clause = cpu_blocked_clause(attributed(["a", "b"], [work(*sent)] * 2, [{"dq": 20, "kv": 300, "dkv": 90}] * 2))
+    assert "cross hosts (kv, dkv, dq), 0.0 % in" in clause

@@ -30,6 +30,7 @@ RUNS = DATA.parents[1] / "traces"
 
 BF16, HALF, FLOAT = "c10::BFloat16", "c10::Half", "float"
 GEMM, FLASH = "nvjet_tst_128x256", "flash_fwd_kernel<Flash_fwd_kernel_traits<128>>"
+ADD, NORM = "elementwise_kernel", "vectorized_layer_norm_kernel"
 FLASH_BACKWARD = "flash_bwd_dq_dk_dv_loop_kernel<Flash_bwd_kernel_traits<128>>"
 SDPA = "aten::_scaled_dot_product_flash_attention"
 
@@ -263,17 +264,48 @@ def test_a_real_ring_step_computes_the_causal_attention_of_its_share():
 # --- in words -----------------------------------------------------------------------------------------
 
 
-def test_verdict_names_attention_before_matrix_products():
-    assert findings(attention_step()).verdict[1] == (
+ADAM = "multi_tensor_apply_kernel<FusedAdamMathFunctor>"
+SHAPE = [1, 8, 2048, 128]
+SAID = [
+    (
+        attention_step(),
         "70.0 % of the time is attention (123 TFLOP/s), 20.0 % is matrix products (98.9 TFLOP/s); "
-        "MFU 10.7 % of 989 TFLOP/s (bf16)."
-    )
+        "MFU 10.7 % of 989 TFLOP/s (bf16).",
+    ),
+    (
+        Step().run(FLASH, 100, 170, launched=4).run(GEMM, 170, 190, launched=20).run(ADD, 190, 200, launched=30),
+        "70.0 % of the time is attention, 20.0 % is matrix products.",
+    ),
+    # Forward and backward are one part; neither alone takes longer than the products: 24 + 16 against 30.
+    (
+        Step().run(FLASH, 100, 124, launched=1).run(FLASH_BACKWARD, 124, 140, launched=2)
+        .run(GEMM, 140, 170, launched=3).run(ADD, 170, 190, launched=4)
+        .run(ADAM, 190, 200, launched=5).run(NORM, 200, 220, launched=6),
+        "What computes longest is attention 33.3 %, then matrix products 25.0 % of the time.",
+    ),
+    # A part with a rate is named beside longer ones.
+    (
+        Step().run(ADD, 100, 150, launched=1).run(NORM, 150, 190, launched=2).product(190, 200, launched=10),
+        "What computes longest is elementwise 50.0 %, then norm 40.0 % of the time; matrix products 10.0 % "
+        "(198 TFLOP/s); MFU 2.0 % of 989 TFLOP/s (bf16).",
+    ),
+    # The gather is the largest loss, with 55 of 100 us alone, and computes longest: it has one number.
+    (
+        Step().run("vectorized_gather_kernel", 100, 160, launched=1).run(GEMM, 155, 190, launched=2)
+        .run(ADD, 190, 200, launched=3),
+        "What computes longest is permute and gather 60.0 %, then matrix products 35.0 % of the time.",
+    ),
+    (
+        Step().operate(SDPA, 2, 8, [SHAPE] * 3, values=("", "", "", "0.", "True")).run(FLASH, 100, 170, launched=4),
+        "No loss outside the attention kernels reaches 2 %: 100.0 % of the time is attention kernels (123 TFLOP/s); "
+        "MFU 12.4 % of 989 TFLOP/s (bf16).",
+    ),
+]  # fmt: skip
 
 
-def test_verdict_names_attention_first_without_shapes():
-    step = Step().run(FLASH, 100, 170, launched=4).run(GEMM, 170, 190, launched=20)
-    step.run("elementwise_kernel", 190, 200, launched=30)
-    assert findings(step).verdict[1] == "70.0 % of the time is attention, 20.0 % is matrix products."
+@pytest.mark.parametrize(("step", "said"), SAID)
+def test_verdict_names_what_computes(step, said):
+    assert findings(step).verdict[1] == said
 
 
 def test_verdict_of_a_recorded_layer_names_attention_first():
@@ -284,46 +316,6 @@ def test_verdict_of_a_recorded_layer_names_attention_first():
     share = 100 * flash / run.findings.summary.parts[-1].mean_ns
     assert share == pytest.approx(65.4, abs=0.05)
     assert run.verdict[1] == f"{share:.1f} % of the time is attention, 26.0 % is matrix products."
-
-
-def test_forward_and_backward_kernels_are_one_part_of_a_step():
-    """Neither alone takes longer than the products: 24 + 16 % of the time against 30 %."""
-    step = Step().run(FLASH, 100, 124, launched=1).run(FLASH_BACKWARD, 124, 140, launched=2)
-    step.run(GEMM, 140, 170, launched=3).run("elementwise_kernel", 170, 190, launched=4)
-    step.run("multi_tensor_apply_kernel<FusedAdamMathFunctor>", 190, 200, launched=5)
-    step.run("vectorized_layer_norm_kernel", 200, 220, launched=6)
-    said = findings(step).verdict[1]
-    assert said == "What computes longest is attention 33.3 %, then matrix products 25.0 % of the time."
-
-
-def test_part_with_a_rate_is_named_before_longer_parts():
-    step = Step().run("elementwise_kernel", 100, 150, launched=1)
-    step.run("vectorized_layer_norm_kernel", 150, 190, launched=2)
-    step.product(190, 200, launched=10)
-    assert findings(step).verdict[1] == (
-        "What computes longest is elementwise 50.0 %, then norm 40.0 % of the time; matrix products 10.0 % "
-        "(198 TFLOP/s); MFU 2.0 % of 989 TFLOP/s (bf16)."
-    )
-
-
-def test_a_kind_that_is_the_largest_loss_and_computes_longest_has_one_number():
-    """The gather runs for 60 of 100 us, for 5 of them beside the product: 55 are a part of the waterfall."""
-    step = Step().run("vectorized_gather_kernel", 100, 160, launched=1).run(GEMM, 155, 190, launched=2)
-    step.run("elementwise_kernel", 190, 200, launched=3)
-    step_findings = findings(step)
-    assert step_findings.waterfall.of("merge_and_copies") == 55_000
-    assert step_findings.verdict[1] == (
-        "What computes longest is permute and gather 60.0 %, then matrix products 35.0 % of the time."
-    )
-
-
-def test_verdict_of_attention_alone_states_its_rate():
-    shape = [1, 8, 2048, 128]
-    step = Step().operate(SDPA, 2, 8, [shape] * 3, values=("", "", "", "0.", "True")).run(FLASH, 100, 170, launched=4)
-    assert findings(step).verdict[1] == (
-        "No loss outside the attention kernels reaches 2 %: 100.0 % of the time is attention kernels (123 TFLOP/s); "
-        "MFU 12.4 % of 989 TFLOP/s (bf16)."
-    )
 
 
 def test_the_report_has_rates_in_text_json_and_conditions():
