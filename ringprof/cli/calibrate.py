@@ -32,6 +32,7 @@ from ringprof.prediction.calibration import (
 )
 from ringprof.prediction.fit import calibrate_from, observed_run
 from ringprof.prediction.machine import with_rates
+from ringprof.prediction.nccl_tests import calibrate_from_tables, is_log, read_tables
 from ringprof.prediction.query import find_run
 from ringprof.prediction.text import calibration_text
 from ringprof.proof.launch import load_function
@@ -91,7 +92,8 @@ def command(
 ) -> None:  # fmt: skip
     """Measure a machine on all GPUs of this node, or take its figures from recorded runs.
 
-    With two or more GPUs, the links are measured, too. Every result is written as soon as it is available.
+    With two or more GPUs, the links are measured, too. Every result is written as soon as it is available. RUN may also
+    be what sendrecv_perf, all_gather_perf, reduce_scatter_perf or alltoall_perf of nccl-tests printed on one node.
 
     With --model, training steps of a model with one and with two layers are timed on one GPU. Their times outside
     attention are added to --base; `ringprof predict --layer` then predicts whole steps. The module is imported, also
@@ -100,6 +102,7 @@ def command(
     \b
     ringprof calibrate
     ringprof calibrate traces/h200x4-* -o machine.json
+    ringprof calibrate sendrecv.txt --base h100 -o machine.json
     ringprof calibrate --model mine:layers --base h200 -o machine.json
     ringprof calibrate --rates
     """
@@ -120,12 +123,16 @@ def command(
     path = Path(output or _OUTPUT)
     if runs:
         with show_progress("runs") as notify:
-            known = read_calibration(base) if base else base_for(find_run(runs[0]).environment.devices[0])
+            tables = [table for run in runs if is_log(run) for table in read_tables(run)]
+            recorded = [run for run in runs if not is_log(run)]
+            device = find_run(recorded[0]).environment.devices[0] if recorded else tables[0].device
+            known = read_calibration(base) if base else base_for(device)
             observed = []
-            for number, run in enumerate(runs):
+            for number, run in enumerate(recorded):
                 notify("runs", number, len(runs))
                 observed.append(observed_run(run, known))
-            _save(calibrate_from(observed, known), name, path)
+            known = calibrate_from(observed, known) if recorded else known
+            _save(calibrate_from_tables(tables, known) if tables else known, name, path)
     elif model:
         refuse_unwritable(str(path))
         _measure_model(path, name, base, model, tokens)

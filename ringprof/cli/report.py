@@ -41,7 +41,7 @@ from ringprof.common.files import is_file, read_within, within
 from ringprof.common.json_object import JsonObject, json_text
 from ringprof.common.scratch import abandon, scratch_folder
 from ringprof.errors import UsageError, nearest
-from ringprof.printed.communication.detect import find_comm_logs
+from ringprof.printed.communication.read import find_comm_logs
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
 from ringprof.report.text import shell_words

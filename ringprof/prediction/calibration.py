@@ -47,6 +47,11 @@ class Value(msgspec.Struct, frozen=True):
     """The measurement or the publication behind the value, or the reason why it is assumed."""
 
 
+def measured(value: float, spread: float, source: str = "ringprof calibrate") -> Value:
+    """Return a measured value with a spread between 1 % and 100 %."""
+    return Value(value, min(max(spread, 0.01), 1.0), "measured", source)
+
+
 class KernelSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Measured time of one attention call, helper kernels included, on a device that does nothing else."""
 

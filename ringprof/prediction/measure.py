@@ -37,12 +37,14 @@ from ringprof.prediction.calibration import (
     Link,
     Nccl,
     Value,
+    measured,
     unmeasured_kernel,
 )
 from ringprof.prediction.host_model import count_kinds, fit_host_times
 from ringprof.prediction.kernel_model import SHAPE, block_of
 from ringprof.prediction.measure_recurrences import measure_recurrences
 from ringprof.prediction.microbenchmark import Bench, call_of
+from ringprof.prediction.nccl_tests import hop_rates, with_hops
 from ringprof.prediction.network import channels
 from ringprof.prediction.schedules import schedule
 from ringprof.ranks.machine import versions
@@ -250,8 +252,10 @@ def _memory(bench: Bench, memory_op_ns: float) -> dict[str, Value]:
     pack_ns, pack_spread, _ = bench.typical_ns(lambda: torch.stack(block.chunk(2, dim=2)))
     moved_bytes = 2 * total.numel() * 4 + block.numel() * 2
     return {
-        "memory_gb_s": _value(moved_bytes / max(add_ns - memory_op_ns, add_ns / 2), add_spread),
-        "reorder_gb_s": _value(2 * block.numel() * 2 / max(pack_ns - memory_op_ns, pack_ns / 2), max(pack_spread, 0.1)),
+        "memory_gb_s": measured(moved_bytes / max(add_ns - memory_op_ns, add_ns / 2), add_spread),
+        "reorder_gb_s": measured(
+            2 * block.numel() * 2 / max(pack_ns - memory_op_ns, pack_ns / 2), max(pack_spread, 0.1)
+        ),
     }
 
 
@@ -276,12 +280,7 @@ def _matmul(bench: Bench, deadline: float) -> JsonObject:
         (tflops, pstdev(warm) / median(warm), state and state.sm_clock_mhz), tuple[float, float, int | None]
     )
     slowest_tflops, spread, clock_mhz = min(ranks, key=lambda rank: rank[0])
-    return {"matmul_tflops": _value(slowest_tflops, spread), "matmul_clock_mhz": clock_mhz}
-
-
-def _value(value: float, spread: float) -> Value:
-    """Return a measured value with a spread between 1 % and 100 %."""
-    return Value(value, min(max(spread, 0.01), 1.0), "measured", "ringprof calibrate")
+    return {"matmul_tflops": measured(slowest_tflops, spread), "matmul_clock_mhz": clock_mhz}
 
 
 # --- links ------------------------------------------------------------------------------------------
@@ -303,28 +302,18 @@ def _links(bench: Bench, calibration: Calibration, deadline: float) -> Link:
     if not times:
         raise UsageError("no time was left")
     latency = times[min(times)]
-    by_channels: dict[bool, list[float]] = {True: [], False: []}
-    for size, ns in times.items():
-        count = channels(size, bench.size, 1, calibration.nccl, 0.0)
-        all_channels = count >= calibration.nccl.peer_channels
-        if size > sizes[-1] // 32:
-            by_channels[all_channels].append(size / max(ns - latency, 1.0) / (1 if all_channels else count))
     tensor = torch.zeros(sizes[-1] // 4, dtype=torch.uint8, device=bench.device)
     both_ns = bench.collective_ns(
         lambda: [hop.wait() for hop in (ring.post(Message([tensor])), second_ring.post(Message([tensor])))]
     )
     both_ns = max(both_ns - latency, both_ns / 2)
-    link = msgspec.structs.replace(
-        calibration.same_host,
-        latency_us=_value(latency / 1e3, 0.3),
-        total_gb_s=_value(2 * tensor.numel() / both_ns, 0.03),
+    rates = hop_rates(times, sizes[-1] // 32, bench.size, calibration.nccl)
+    link = with_hops(calibration.same_host, latency, rates, "ringprof calibrate")
+    return msgspec.structs.replace(
+        link,
+        total_gb_s=measured(2 * tensor.numel() / both_ns, 0.03),
         collective_gb_s={**calibration.same_host.collective_gb_s, **_collectives(bench, comm)},
     )
-    if by_channels[False]:
-        link = msgspec.structs.replace(link, channel_gb_s=_value(median(by_channels[False]), 0.05))
-    if by_channels[True]:
-        link = msgspec.structs.replace(link, hop_gb_s=_value(max(by_channels[True]), 0.03))
-    return link
 
 
 def _collectives(bench: Bench, comm: Communicator) -> dict[str, Value]:
@@ -338,7 +327,7 @@ def _collectives(bench: Bench, comm: Communicator) -> dict[str, Value]:
             tensor = piece if name == "all_gather" else piece.expand(bench.size, -1).contiguous()
             ns = bench.collective_ns(lambda: getattr(channel, name)(tensor).wait())  # noqa: B023
             rates.append((bench.size - 1) * size / ns)
-        values[name] = _value(max(rates), 0.05)
+        values[name] = measured(max(rates), 0.05)
     return values
 
 
@@ -355,7 +344,7 @@ def _copy_rate(bench: Bench, link: Link) -> Link:
         for tensor in (whole, part)
     )
     gb_s = (whole.numel() - part.numel()) / max(whole_ns - part_ns, whole_ns / 2)
-    return msgspec.structs.replace(link, copy_gb_s=_value(gb_s, 0.02))
+    return msgspec.structs.replace(link, copy_gb_s=measured(gb_s, 0.02))
 
 
 def _contention(bench: Bench, calibration: Calibration, kernel: str) -> JsonObject:
@@ -375,7 +364,7 @@ def _contention(bench: Bench, calibration: Calibration, kernel: str) -> JsonObje
     lost_share = (block_ns - median(alone)) / overlap_ns / held_share
     lost_shares = bench.gather(lost_share, float)
     contention = min(max(sum(lost_shares) / len(lost_shares), 0.0), 1.5)
-    return {"contention": _value(contention, pstdev(lost_shares) / max(contention, 0.1) + 0.1)}
+    return {"contention": measured(contention, pstdev(lost_shares) / max(contention, 0.1) + 0.1)}
 
 
 def _time_beside(call: Callable[[], object], stream: Any, post: Callable[[], Any] | None = None) -> tuple[float, float]:
@@ -418,7 +407,7 @@ def _throttling(bench: Bench, kernel: str, deadline: float) -> dict[str, Value]:
     cool_ns = median(cool_times[len(cool_times) // 2 :])
     # The pauses leave a utilisation of a fifth: see `KernelSample.utilisation`.
     slowdown = (hot_ns - cool_ns) / (cool_ns - 0.2 * hot_ns)
-    return {"throttling": _value(min(max(slowdown, 0.0), 0.5), 0.2)}
+    return {"throttling": measured(min(max(slowdown, 0.0), 0.5), 0.2)}
 
 
 # --- measured passes of strategies over so few tokens that the host is the bound; input of `ringprof.prediction.host_m

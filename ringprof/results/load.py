@@ -16,7 +16,7 @@ from ringprof.common.files import exists, folder_of, is_url, read_whole, size_of
 from ringprof.common.limits import MemoryBudget
 from ringprof.common.log_lines import TEXT_SHARE
 from ringprof.errors import InputError, KernelTableError
-from ringprof.printed.communication.detect import find_comm_logs
+from ringprof.printed.communication.read import find_comm_logs
 from ringprof.results.options import LoadOptions
 from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces

@@ -342,7 +342,7 @@ class Trace(msgspec.Struct, frozen=True):
     base_ns: int = 0
     """``baseTimeNanoseconds`` of the file (already added to every time); 0 where absent."""
     producer: str = "torch"
-    """Program that wrote the trace: a key of `ringprof.analysis.findings.producers.PRODUCERS`."""
+    """Program that wrote the trace: a key of `ringprof.trace.producers.PRODUCERS`."""
     events_total: int = 0
     events_skipped: int = 0
     """Number of events that could not be read."""

@@ -15,9 +15,9 @@ from ringprof.printed.benchmarks.audit import audit
 from ringprof.printed.benchmarks.read import parse_log
 from ringprof.printed.communication.analyse import analyse
 from ringprof.printed.communication.comm_log_report import CommLogAnalysis
-from ringprof.printed.communication.detect import is_inspector
 from ringprof.printed.communication.flight_recorder import parse_dump
 from ringprof.printed.communication.nccl_inspector import parse_inspector
+from ringprof.printed.communication.read import is_inspector
 from ringprof.printed.tables.analyse import analyse_table
 from ringprof.printed.tables.read import read_tables
 from ringprof.report import as_json

@@ -240,6 +240,51 @@ def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert report["iteration_ms"]["p50"] == pytest.approx(80.87, rel=0.03)
 
 
+def nccl_tests_log(program: str, times_us: dict[int, float], ranks: int = 4, nodes: int = 1) -> str:
+    """Return what a program of nccl-tests prints; busbw is that of ``sendrecv_perf``, size over time."""
+    lines = [f"# Collective test starting: {program}_perf", "# Using devices"]
+    device = "[0000:1f:00] NVIDIA H100 80GB HBM3"
+    lines += [f"#  Rank {r:2} Group  0 Pid {r:6} on    node{r % nodes} device {r:2} {device}" for r in range(ranks)]
+    lines += [
+        "#",
+        "#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw",
+    ]
+    lines += ["#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)"]
+    for size, us in times_us.items():
+        gb_s = f"{size / us / 1e3:.2f}"
+        lines.append(
+            f"{size:12}  {size // 4:12}     float     sum      -1  {us:.2f}  {gb_s}  {gb_s}       0      N/A     N/A"
+        )
+    return "\n".join([*lines, "# Avg bus bandwidth    : 12.0", ""])
+
+
+def test_calibrate_links_from_tables_of_nccl_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hops of 4 ranks get 8 channels of 18 GB/s up to 128 MiB, 16 at 256 MiB and all 32, at 340 GB/s, above."""
+    mib = 1 << 20
+    rates = {64 * mib: 8 * 18, 128 * mib: 8 * 18, 256 * mib: 16 * 18, 512 * mib: 340, 1024 * mib: 340}
+    times = {8: 20.0, mib: 27.28, **{size: 20 + size / gb_s / 1e3 for size, gb_s in rates.items()}}
+    (tmp_path / "hops.txt").write_text(nccl_tests_log("sendrecv", times) + nccl_tests_log("all_reduce", {mib: 1.0}))
+    tagged = nccl_tests_log("alltoall", {mib: 50.0, 64 * mib: 250.0}).replace("alltoall_perf", "alltoall_perf_mpi")
+    (tmp_path / "a2a.txt").write_text("".join(f"[1,0]<stdout>:{line}\n" for line in tagged.splitlines()))
+    output = tmp_path / "machine.json"
+    code, out, _ = run(capsys, "calibrate", str(tmp_path / "hops.txt"), str(tmp_path / "a2a.txt"), "-o", str(output))
+    link, base = read_calibration(output).same_host, read_calibration("h100").same_host
+    assert code == 0 and "nccl-tests, 4 ranks" in out
+    assert link.latency_us.value == 20.0 and link.total_gb_s == base.total_gb_s
+    assert link.channel_gb_s.value == pytest.approx(18, rel=1e-3)
+    assert link.hop_gb_s.value == pytest.approx(340, rel=1e-3)
+    assert link.collective_gb_s["all_to_all"].value == 268.44
+    assert link.collective_gb_s["all_gather"] == base.collective_gb_s["all_gather"]
+    for text, options, message in (
+        (nccl_tests_log("sendrecv", times, nodes=2), (), "of several nodes"),
+        (nccl_tests_log("sendrecv", times), ("--base", "h200"), "of NVIDIA H100 80GB HBM3, and the calibration is of"),
+        (nccl_tests_log("all_reduce", times), (), "no table that times links (found: all_reduce_perf, 4 ranks)"),
+    ):
+        (tmp_path / "other.txt").write_text(text)
+        code, _, err = run(capsys, "calibrate", str(tmp_path / "other.txt"), "-o", str(tmp_path / "no.json"), *options)
+        assert code and message in err and not (tmp_path / "no.json").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "figure"),
     [

@@ -213,7 +213,7 @@ NAMES = {
     "slower_kernel": "kernel slower than the fastest known",
     "slowdown": "slow-down beside communication", "launch_gaps": "host-bound idle", "blocked": "blocked idle",
     "recurrence": "linear recurrences", "matrix_products": "matrix products", "optimizer": "the optimizer",
-    "other_compute": "computation other than attention",
+    "other_compute": "other computation",
 }  # fmt: skip
 """Name of each part of the waterfall in a sentence; merges and copies have names of their own."""
 RATE = r"(?: \({(attention|matrix_products)_tflops}( at most: attention masks are not recorded)?\))?"

@@ -118,7 +118,7 @@ TABLE: dict[str, Sequence[str | tuple[str, Condition]]] = {
      r"capture\))?(?=\.$|; what computes)", check.host_call),
     (r"{short_host/idle} of its idle time is short host work \(pieces below 0\.1 ms\) and gaps below 5 us",
      check.short_host),
-    r"for {nothing_open/idle} of its idle time the launching thread has no operator, CUDA call or range open",
+    r"for {nothing_open/idle} of its idle time the launching thread has no operator, runtime call or range open",
     (r"these traces do not hold what the host did meanwhile",
      lambda c, m, v: not any(raw.host for raw in c.raw.values())),
     (r"{blocked/time} of the predicted time the GPU is idle although its next work is launched",

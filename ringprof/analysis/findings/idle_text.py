@@ -102,7 +102,7 @@ def launch_idle_sentence(attribution: Attribution, share: float) -> str:
         short = "short host work (pieces below 0.1 ms) and gaps below 5 us"
         return Claim(f"{{}}: {{short_host/idle:%}} of its idle time is {short}", text, cause.share)
     if cause.kind == NOTHING_RECORDED:
-        reason = "the launching thread has no operator, CUDA call or range open"
+        reason = "the launching thread has no operator, runtime call or range open"
         return Claim(f"{{}}: for {{nothing_open/idle:%}} of its idle time {reason}", text, cause.share)
     host_call = cause.name + _EXPLANATIONS.get(cause.kind, "")
     return Claim("{}: for {host_call/idle:%} of its idle time the host is in {}", text, cause.share, host_call)

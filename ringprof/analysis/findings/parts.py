@@ -462,7 +462,7 @@ PARTS = {
         _computation("recurrence", "linear recurrences"),
         _computation("matrix_products", "matrix products"),
         _computation("optimizer", "optimizer", "the optimizer"),
-        _computation("other_compute", "other computation", "computation other than attention"),
+        _computation("other_compute", "other computation"),
         _computation("merge_and_copies", "merges and copies", remedy=remedies.merge_and_copies),
         PartRow("background", "background only", "other work of the device runs, launched outside the window"),
         PartRow(

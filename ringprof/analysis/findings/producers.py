@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.claim import Claim
+from ringprof.trace.producers import PRODUCERS, Producer
 
-
-class Producer(NamedTuple):
-    """Names of the ways to see more with one profiler, and to launch less in its programs."""
-
-    phases: str
-    """Marks that name the phases of a program."""
-    launches: str
-    """Way to record the host's launches."""
-    graphs: str
-    """Ways to launch many kernels at once; the graphs come first."""
-
-
-PRODUCERS = {
-    "torch": Producer("torch.profiler.record_function", "ProfilerActivity.CPU", "CUDA graphs or torch.compile"),
-    "nsys": Producer("NVTX ranges", "nsys profile --trace cuda,nvtx", "CUDA graphs"),
-    "rocprof": Producer("roctx ranges", "rocprofv3 --hip-trace", "HIP graphs"),
-    "ascend": Producer("mstx ranges", "torch_npu.profiler with ProfilerActivity.CPU", "graph mode"),
-    "xla": Producer("jax.profiler.TraceAnnotation", "jax.profiler's host tracer", "more of the step in one jax.jit"),
-}
 _AMD = re.compile("AMD|Instinct|Radeon|MI[0-9]{3}")
 
 

@@ -193,7 +193,8 @@ def _longest_of_other(attribution: Attribution, kind: str) -> str:
     rows = [kernel for kernel in attribution.kernels if kernel.kind == kind == "other"]
     if not rows or 2 * rows[0].time_ns <= sum(kernel.time_ns for kernel in rows):
         return ""
-    return f" (most of it {re.split('[(<]', rows[0].name)[0].strip()[:_LONGEST_NAME] or 'without a name'})"
+    name = re.split("[(<]", rows[0].name.removeprefix("void "))[0].strip()
+    return f" (most of it {name[:_LONGEST_NAME] or 'without a name'})"
 
 
 _LONGEST_NAME = 60
@@ -232,25 +233,19 @@ MASKS_UNKNOWN = " at most: attention masks are not recorded"
 
 
 def _mfu_clause(rates: StepRates | None) -> str:
-    """Return the MFU, or else the share of the time whose shapes are known; empty where there is nothing to say."""
+    """Return the MFU, or else of how much of the time the rates are; empty where there is nothing to say."""
     if rates is None:
         return ""
     if rates.mfu is not None and rates.peak_tflops is not None:
         rate = rates.mfu, rates.peak_tflops, rates.peak_dtype
         return Claim("; MFU {mfu:%} of {step_peak_tflops:g} TFLOP/s ({})", *rate)
-    coverage = shape_coverage_clause(rates)
-    return Claim("; {}", coverage) if coverage else ""
-
-
-def shape_coverage_clause(rates: StepRates) -> str:
-    """Name the parts with missing shapes; empty where shapes are recorded for at least 99 % of each part's time."""
-    missing = [
+    partly_known = [
         Claim(f"{{{row.part}_coverage:%}} of the {_TIMES[row.part]} time", row.coverage)
-        for row in rates.parts if row.coverage < MIN_COVERAGE
-    ]  # fmt: skip
-    is_rated = any(row.tflops is not None and row.coverage >= MIN_RATED for row in rates.parts)
-    rates_clause = ", and rates are of that time" if is_rated else ""
-    return Claim("shapes are recorded for {}{}", Claim(" and ").join(missing), rates_clause) if missing else ""
+        for row in rates.parts
+        if row.tflops is not None and MIN_RATED <= row.coverage < MIN_COVERAGE
+    ]
+    named = Claim(" and ").join(partly_known)
+    return Claim("; shapes are recorded for {}, and rates are of that time", named) if partly_known else ""
 
 
 _TIMES = {"attention": "attention", "matrix_products": "matrix-product"}

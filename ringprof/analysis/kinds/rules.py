@@ -86,13 +86,14 @@ RULES: tuple[Rule, ...] = (
     Rule("all_reduce", "AITER", r"(?<![a-z])ar_(ll_)?gfx"),
     Rule("reduce_scatter", "custom", r"gather_rs(?!\w{0,40}gemm)|(?<![a-z])rs_gfx", loose=True),
     Rule("all_gather", "custom", r"all[-_]?gather|(?<![a-z])ag_(a2a|push|pull|ring|gfx)", loose=True),
-    Rule("all_gather", "Triton-distributed", r"_forward_(push|pull)_"),
+    Rule("all_gather", "custom", r"_forward_(push|pull)_|ring_?local_?gather"),
     Rule("all_to_all", "custom", r"all[-_]?(to|2)[-_]?all|moe_?a2a|(?<![a-z])a2av?(?![a-z])", loose=True),
+    Rule("comm_other", "custom", r"(^|::)barrier(?![a-z_])|consumer_batch_kernel"),
     # Expert parallelism: tokens are sent to the ranks of their experts and back.
     Rule("send_recv", "DeepEP", r"deep_ep", later=r"pp_(send|recv)"),
     Rule("all_to_all", "DeepEP", r"deep_ep|dpsk::ep|dpsk2ep|hybrid_ep|uccl::ep|nccl_ep"),
     Rule("all_to_all", "mori", r"mori::|4mori3|(?<![a-z])ep_?(dispatch|combine)"),
-    Rule("all_to_all", "expert parallelism", r"(dispatch|combine)_token|(?<![a-z_])combine_(reduce|publish)"),
+    Rule("all_to_all", "expert parallelism", r"(dispatch|combine)_token|(?<![a-z_])combine_(reduce|publish)|_publish_"),
     Rule("all_to_all", "MagiAttention", r"grpcoll|group_cast_(kernel|meta)"),
     Rule("all_to_all", "pplx", r"pplx", later=r"dispatch|combine"),
     Rule("all_to_all", "symmetric memory", r"exchangesplitandoffset"),
@@ -127,7 +128,7 @@ RULES: tuple[Rule, ...] = (
     # CANN's names begin with the call and end with the operator that runs.
     Rule("cast", "CANN", r"^aclnn\w{1,80}_cast(ai(core|cpu)_cast)?$|^trans_cast_\d"),
     Rule("permute", "CANN", r"^aclnn\w{1,80}_transdata_transdata$"),
-    Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)|flash_attention::prepare_kernel"),
+    Rule("permute", "", r"flatten_kv|thd_(read_half_tensor|partition_indices|reorder)|flash_attention::prepare_kernel"),
     Rule("permute", "layout", r"_to_(thd|bshd|sbhd|bhsd|bnsd|bsnd)|(?<![a-z])(thd|bshd|sbhd|bhsd|bnsd|bsnd)_to_"),
     # The rings of ring-flash-attention and yunchang over packed documents.
     Rule("permute", "ring-flash-attention", r"^(un)?flatten_kernel|flatten_varlen"),
@@ -136,15 +137,17 @@ RULES: tuple[Rule, ...] = (
         "recurrence",
         ("linear attention", r"delta_rule|gated_delta|linear_?attention|linear_?attn|lightning_?attn|recompute_w_u"),
         ("linear attention", r"(?<![a-z])chunk(wise)?_(\w{1,40}_)?(fwd|bwd)_|chunk_scaled_dot|retention_(fwd|bwd)"),
-        ("linear attention", r"(?<![a-z])chunk_((simple_)?gla|kda|cp|delta)_|(?<![a-z])fused_(recurrent|chunk)_"),
+        ("linear attention", r"(?<![a-z])chunk_((simple_)?gla|kda|cp|delta)_|(?<![a-z])(fused_chunk|recurrent)_"),
         ("linear attention", r"(?<![a-z])(gla|kda|gdn2?|dplr|gsa|hgrn|mesa_net|mlstm|rwkv\d?|wkv\d)_(?!gating)"),
         ("linear attention", r"parallel_(simple_gla|(re)?based|delta\w{0,8}|path)_[fb]wd|(?<![a-z])int(ra|er)_chunk"),
         ("linear attention", r"(for|back)ward_(pass_)?chunk|(?<![a-z])wu_(fwd|bwd)|k_update_(fwd|bwd)|gate_output_"),
         ("linear attention", r"wy_repr|solve_tril|merge_16x16_to_\d\dx\d\d_inverse|(?<![a-z])kkt(?![a-z])"),
         ("linear attention", r"pre_process_[fb]wd_kernel|merge_fwd_bwd|^_[fb]wd_((none_)?diag|d?kv_(parallel|reduce))"),
+        ("linear attention", r"inner_chunk|causal_dot_product"),
         ("state space", r"selective_s(can|tate)|chunk_(scan|state)|state_passing|(?<![a-z])ssd_(fwd|bwd|chunk)|mamba"),
-        ("state space", r"segsum|_dadt_|angle_dt_|(?<![a-z])ssu(?![a-z])|_dtrap_"),
+        ("state space", r"(?<![a-z])(ssm|cmix|tmix)_|segsum|_dadt_|angle_dt_|(?<![a-z])ssu(?![a-z])|_dtrap_"),
     ),
+    Rule("cast", "Hadamard transform", r"hadamard|(?<![a-z])rht_", then=r"amax|quant|phase"),
     Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
     Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
     # --- attention, backward: its names often contain those of the forward pass ---
@@ -169,6 +172,7 @@ RULES: tuple[Rule, ...] = (
         ("HSTU", r"hstu_(attn_)?bwd"),
         # Part of the backward pass, like dot_do_o; some strategies run it once for all blocks.
         ("", r"ringprof_(row_product|output_with_delta)"),
+        ("other", r"(?<![a-z])(sum|dot)_o_do(?![a-z])"),
         ("other", r"fmha|flash_?attn|(?<!linear)(?<!linear_)attention|mha_|sdpa", "", r"bwd|backward|scoregrad"),
     ),
     # --- attention, forward ---
@@ -190,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         ("AOTriton", r"^attn_fwd"),
         ("SageAttention", r"qk_int\d?_sv_|sageattn|(?<![a-z])sage_fwd"),
         ("Triton", r"(?<!linear_)attn_fwd|decode_att_m|flash_decod"),
-        ("NATTEN", r"natten"),
+        ("NATTEN", r"natten|(?<![a-z])(fna|neighborhood)_"),
         ("xFormers", r"^_splitk_reduce"),
         ("HSTU", r"hstu_(attn_)?fwd"),
         ("FlashInfer", r"(prefill|decode)with(paged|ragged)?kvcache|batchmla"),
@@ -202,10 +206,10 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         "flash_fwd",
         ("other", r"fmha|flash_?att(ention|n)"),
-        ("other", r"(?<!linear)(?<!linear_)(?<!transpose)attention(?!_?(mask|bias|input|softmax|meta))"),
-        ("other", r"attn", r"fwd|forward|prefill|decod|ragged|varlen|paged|split_?kv"),
+        ("other", r"(?<!linear)(?<!linear_)(?<!transpose)attention(?!_?(mask|bias|input|softmax|meta|pool))"),
+        ("other", r"attn(?!_res)", r"fwd|forward|prefill|decod|ragged|varlen|paged|split_?kv"),
         ("other", r"attn_kernel|sparse_mla|sdpa|(?<![a-z])sdp_|flash_mha|splash_m[hq]a"),
-        ("other", r"attend_(ker|prep)|(dense|sparse)_fwd_"),
+        ("other", r"attend_(ker|prep)|(dense|sparse)_fwd_|(?<![a-z])(pa|sta)_(kernel|metadata|prefill|decode|fwd|bwd)"),
         ("other", r"(?<![a-z])(mha|mla|nsa|mqa|gqa)_(\w{1,20}_)?(fwd|forward|bwd|backward|prefill|decod)"),
         loose=True,
     ),
@@ -223,9 +227,10 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         "norm",
         ("", r"(batch|group|instance|weight)_?norm|(?<!tensor_)l2_?norm_|(?<![a-z])bn_(fw|bw)"),
-        ("", r"(?<![a-z])ln_(fwd|bwd|forward|backward)|reduce_bn_|_bias_ln_"),
+        ("", r"(?<![a-z])ln_(\w{1,30}_)?(fwd?|bwd?|forward|backward)(_|$)|reduce_bn_|_bias_ln_"),
         ("torch or apex", r"cuapplylayer|cucompute(part)?grad|gammabeta|rowwisemoments|computefusedparams|welford"),
     ),
+    Rule("reduction", "", r"(?<![a-z])(block|warp)_all_?reduce"),
     # --- matrix products ---
     Rule("permute", "", r"utils::transpose|batched_transpose|nchwtonhwc|nhwctonchw|repack|preshuffle_weight"),
     Rule("permute", "DeepGEMM", r"deep_gemm::", then=r"transpose|layout"),
@@ -236,12 +241,12 @@ RULES: tuple[Rule, ...] = (
         "gemm",
         ("cuBLAS", r"nvjet|cublas|splitk_?reduce|xmma|reduce_1block_kernel|gemv"),
         ("cuBLAS", r"epilogue::impl::globalkernel|(?<![a-z])scal_kernel<"),
-        ("", r"(?<!fb)gemm(?!::)|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm"),
-        ("", r"flatmm|(?<!copy_)wgrad"),
+        ("", r"(?<!fb)gemm(?!::|_tiling)|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm"),
+        ("", r"flatmm|(?<!copy_)wgrad|(?<![a-z])(up|gate|down)_proj"),
         ("mixture of experts", r"(fused|batched)_moe_(lora_)?kernel|mfma_moe|(?<![a-z])fmoe|kernel_moe|moe_mx"),
         ("quantized or small", r"marlin|machete|wvsplitk|llmm\d|(?<![a-z])[bs]gmv|lora_(shrink|expand)|gemlite"),
         ("mixture of experts", r"moe[12]_|moe_?gemm"),
-        ("mixture of experts", r"moe", r"stage\d|batched|_i?q\d|_sm\d\d"),
+        ("mixture of experts", r"moe", r"stage\d|batched|_i?q\d|_sm\d\d|(?<![a-z])d[wx]\d?_"),
         ("sparse", r"(?<![a-z])(sdd|dsd|dds)_kernel|csrmm|spmm|sddmm"),
         ("", r"mul_mat_|mqa_logits|(?<![a-z])dot_kernel|_mm(?![a-z])|addmm"),
         # Data types of both factors, with or without that of the product.
@@ -253,7 +258,8 @@ RULES: tuple[Rule, ...] = (
         "embedding",
         ("FBGEMM", r"embedding_codegen|codegen_(forward|backward)|rowwise_adagrad|find_long_segments"),
         ("FBGEMM", r"bounds_check_indices|linearize_(index|cache)|(?<![a-z])l[xf]u_cache"),
-        ("torch", r"embedding|(?<![a-z])lookup_|krn_partial|compute_grad_weight|sum_and_scatter"),
+        ("torch", r"(?<!add)embedding|(?<![a-z])lookup_|krn_partial|compute_grad_weight|sum_and_scatter"),
+        ("", r"(?<![a-z])(dec|enc|tok|token|word)_emb(?![a-z])"),
     ),
     # --- the optimizer, and operations on lists of its tensors ---
     Rule("reduction", "norm of gradients", r"lpnorm|l2norm(functor|op)|maxnorm"),
@@ -267,6 +273,7 @@ RULES: tuple[Rule, ...] = (
     Rule("optimizer", "torch", r"multi_tensor|addcdiv", loose=True),
     # --- softmax, activations, conversions ---
     Rule("softmax", "", r"soft_?max|sparsemax|cross_?entropy|c?ce_(forward|backward)|celoss|sumexp|kl_?div|_jsd_"),
+    Rule("softmax", "Transformer Engine", r"score_for_moe"),
     # XLA names a fusion by how it runs and by its root: loop_add_fusion, input_reduce_fusion_2, wrapped_transpose.
     Rule("cast", "XLA", r"^(loop|wrapped)_convert"),
     Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
@@ -279,27 +286,30 @@ RULES: tuple[Rule, ...] = (
     Rule("elementwise", "nvFuser", r"nvfuser_(pointwise|none)"),
     *_rules(
         "elementwise",
-        ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|relu|swish|sigmoid_[fb]wd|activation|_act_kernel"),
-        ("activation", r"threshold_kernel"),
-        ("dropout", r"dropout|distribution_(elementwise|nullary)"),
+        ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|relu|swish|sigmoid_[fb]wd|activation"),
+        ("activation", r"threshold_kernel|_act_(kernel|combine)"),
+        ("Unsloth", r"^_(approx|exact)_(forward|backward)_kernel|^_(dwf_dw_d)?fg_kernel"),
+        ("dropout", r"dropout|random_(uniform|normal)|distribution_(elementwise|nullary)"),
     ),
     *_rules(
         "cast",
-        ("FBGEMM", r"hfp8|fp8rowwise|fp8_?quantize|fp8_qparam"),
+        ("FBGEMM", r"hfp8|fp8_?rowwise|fp8_?quantize|fp8_qparam"),
         ("torch", r"float\w{0,12}_copy_kernel|unrolled_elementwise_kernel<at::native::direct_copy"),
         ("torch", r"direct_copy_kernel", "", r"loadwithcast"),
-        ("", r"(?<!no_)cast_(to|back|transpose|and|kernel|dbias|only|(mx|nv)?fp\d)"),
+        ("", r"(?<!broad)castkernel|(?<!no_)cast_(to|back|transpose|and|kernel|dbias|only|(mx|nv)?fp\d)"),
         ("", r"(?<![a-z])k?(de)?quant|fp4quant|fp8quant|fp8_\w{0,40}_scales_|_from_mxfp"),
         ("", r"_quant_|quantize|(?<![a-z])to_fp8|(?<![a-z])(cvt|convert)_(?!\w{0,30}ind)|scale_from_amax"),
+        ("", r"stochastic_round|(?<![a-z])(q|k|v|kv)_phase\d|block_scaled"),
     ),
     # --- data movement ---
     *_rules(
         "permute",
         ("torch", r"direct_copy_kernel|catarray|split_with_sizes_copy|chunk_cat|copy_device_to_device"),
-        ("", r"transpose|permut|copy_(tensor_)?kernel|pad_kernel|concat|split_reshape|repeat_interleave|flip_kernel"),
+        ("", r"transpose|permut|copy_(tensor_)?kernel|pad_kernel|concat|split_reshape|flip_kernel"),
         ("", r"[gs]et_rows|swapdimension|row_id_map|write_indices|compute_cuda_kernel|bitmatrix|writeback_idx"),
-        ("", r"swizzle|(?<![a-z])(un)?(pack|pad|padding)_|transform(4d)?_0213|d2dmemcpy|roll_cuda|src2dst"),
-        ("", r"split_(2d_)?(jagged|head)|blocked_layout|repeat_?kv|flatten_kv|replicate|(?<![a-z])slice_"),
+        ("", r"swizzle|(?<![a-z])(un)?(pack|pad|padding)(?!_along)(_|$)|transform(4d)?_0213|d2dmemcpy"),
+        ("", r"arrange_|reorder|interleave|compact_(in|out)put|shift_partition|masked_update|roll_cuda|src2dst"),
+        ("", r"re(build|move)_?padding|split_(2d_)?(jagged|head)|blocked_layout|repeat_?kv|(?<![a-z])slice_|replicate"),
         ("experts", r"routingindices|routing::|finalize(moe|kernel)|moe_align|align_block_size|expand(_to|input)"),
         ("experts", r"count_\w{0,20}(expert|token)|fused_mapping|moe_?(fused_?)?(gate|scan)|sort_chunks"),
         ("experts", r"dispatch_layout|multihot|token_shift|expertprefixsum|(?<![a-z])routing_|_routing(?![a-z])"),
@@ -307,7 +317,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         "permute",
         ("torch", r"index_?(select|elementwise|put|copy|fill|add|func)|indexing_backward|scatter|gather|masked_select"),
-        ("", r"radixsort|bitonicsort|mergesort|(?<!reduce_)topk|sort_by|sorting|_sort_|unique|nonzero"),
+        ("", r"radixsort|bitonicsort|mergesort|(?<!reduce_)topk|sort_by|sorting|_sort_|unique|(?<!count_)nonzero"),
         loose=True,
     ),
     # --- templates and common words: reductions and pointwise operations ---
@@ -315,27 +325,29 @@ RULES: tuple[Rule, ...] = (
         "reduction",
         ("torch", r"reduce_kernel|reduceop"),
         ("CUB", r"devicereduce|segmented_?reduce|devicescan|scan_(inner|outer)|compactinit"),
-        ("", r"nll_loss|moe_sum|cumsum|cumprod|logcumsum|histogram|bincount|argm(ax|in)|pool_|pooling"),
-        ("", r"(average|avg|max|lp)_?pool"),
+        ("", r"nll_loss|moe_sum|cumsum|cumprod|minmax|logcumsum|histogram|bincount|argm(ax|in)|pool_|pooling"),
+        ("", r"(average|avg|max|lp)_?pool|count_nonzero|scan_part"),
         loose=True,
     ),
     *_rules(
         "elementwise",
-        ("torch", r"elementwise|triu_tril|where_kernel|fill_?functor|(?<![a-z])fill_(\w{1,20}_)?kernel"),
+        ("torch", r"elementwise|triu_tril|where_kernel|fill_?functor|(?<![a-z])fill_(?!expert)(\w{1,20}_)?kernel"),
         ("", r"elemwise|upsample|penalt|(bin|operator)_bcast|(?<![a-z])scal_kernel|fused_bias"),
-        ("", r"(ones|zeros)_kernel|relativeattentionbias|bias_(add|glu|tanh)"),
+        ("", r"(ones|zeros)_kernel|index_mul_|relativeattentionbias|bias_(add|glu|tanh)"),
         loose=True,
     ),
     *_rules(
         "reduction",
-        ("", r"reduce|reduction|(?<![a-z])(sum|mean|amax|norm|any|max|min|prod)_(kernel|partial)|amax_kernel"),
+        ("", r"reduce|reduction|amax_kernel"),
+        ("", r"(?<![a-z])(sum|mean|amax|norm|any|max|min|prod)_(kernel|partial|dim|[fb]wd)"),
         loose=True,
     ),
     *_rules(
         "elementwise",
         ("TorchScript", r"^fused_(\w{0,40}_)?(add|sub|mul|div|sigmoid|tanh|exp|neg|pow|sqrt)(_|$)"),
-        ("", r"eigenmetakernel|deviceforkernel|devicetransform|softcap|(?<![a-z])gat(ing|ed_)"),
-        ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)_(\w{0,20}_)?kernel|pointwise"),
+        ("", r"eigenmetakernel|deviceforkernel|devicetransform|softcap|(un|bin)ary_(grad_)?kernel"),
+        ("", r"(?<![a-z])gat(ing|ed_|e_)"),
+        ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)\d?_(\w{0,20}_)?kernel|pointwise"),
         loose=True,
     ),
     # CANN: names of the call and of the operator that it runs, each with a version.
@@ -355,8 +367,11 @@ RULES: tuple[Rule, ...] = (
         device=NPU,
     ),
     Rule("norm", WORD_ONLY, r"norm(?!al)|normaliz", loose=True),
-    Rule("elementwise", WORD_ONLY, r"broadcast|residual|add_?bias|_scale|grid_?sampl|_loss", loose=True),
-    Rule("permute", WORD_ONLY, r"expert|copy|(?<![a-z])cpy_|sort|flip_|swap|stack|sampl", loose=True),
+    Rule("elementwise", WORD_ONLY, r"broadcast|residual|add_?bias|_scale|grid_?sampl|_loss|sigmoid|memset", loose=True),
+    Rule("permute", WORD_ONLY, r"expert|copy|(?<![a-z])cpy_|sort|radix|flip_|repeat_|swap|stack|sampl", loose=True),
+    Rule("permute", "", r"sparse(24|nm)_|memcpy"),
+    Rule("gemm", WORD_ONLY, r"(?<![a-z])(linear(?!_?(att|i[sz]e|id|interp|scan))|splitk_)", loose=True),
+    Rule("flash_fwd", WORD_ONLY, r"(?<![a-z])att(n|en)?\d?(?!_?(mask|bias|res))(?![a-z])|^_?score_kernel", loose=True),
 )  # fmt: skip
 
 
@@ -447,6 +462,7 @@ _MERGE = re.compile(r"sub_sigmoid_\w*mul_sub")  # ring-flash-attention's update 
 _BACKWARD_ATTENTION = _any_word("flex_attention_backward")
 _ATTENTION = _any_word("flex_attention", "flex_decoding")
 _CONVOLUTION = _any_word("convolution")
+_PRODUCT = re.compile(r"mm(?=_|$)|matmul|linear|einsum")
 _SOFTMAX = re.compile(r"softmax|cross_entropy")
 _NORM = re.compile(r"(?:layer|rms|batch|group|instance)_norm|var_mean")
 _ROOT, _MEAN = _any_word("rsqrt"), _any_word("mean", "var")
@@ -474,7 +490,10 @@ def kind_of_inductor(name: str) -> str | None:
             return "flash_bwd"
         if _ATTENTION.search(operators):
             return "flash_fwd"
-        return "convolution" if _CONVOLUTION.search(operators) else "gemm"
+        if _CONVOLUTION.search(operators):
+            return "convolution"
+        # A template of the program's own lists none of torch's products.
+        return "gemm" if _PRODUCT.search(operators) or not re.search("[a-z]", operators) else None
     if sort == "for":
         return "optimizer"
     if _MERGE.search(operators):

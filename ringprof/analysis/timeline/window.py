@@ -17,6 +17,7 @@ from ringprof.analysis.kinds.user_rules import wildcards
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.errors import UsageError
 from ringprof.trace.columns import NONE, Int64, Trace, among, distinct
+from ringprof.trace.producers import PRODUCERS
 
 _UNITS_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)\s*")
@@ -111,7 +112,9 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
         found_names = {trace.names[index] for index in distinct(trace.annotations.name).tolist() if marked[index]}
         if not found_names:
             name_counts = Counter(trace.names[index] for index in trace.annotations.name.tolist())
-            listed = ", ".join(repr(text) for text, _ in name_counts.most_common(_MOST_LISTED)) or "none"
+            steps = PRODUCERS.get(trace.producer, PRODUCERS["torch"]).steps
+            names = ", ".join(repr(text) for text, _ in name_counts.most_common(_MOST_LISTED))
+            listed = names or f"none (to mark steps: {steps})"
             raise UsageError(f"--window {name!r}: {trace.path} has no such range; it has {listed}")
         iteration_sources = (source for source, mark in _MARKS.items() if all(map(mark.fullmatch, found_names)))
         window = _marked_window(trace, launch, next(iteration_sources, "range"), marked)

@@ -3,7 +3,7 @@
 Formats: the ``|`` tables of Transformer Engine, double ring, USP and Ulysses scripts, with or without a launcher's
 prefix; Markdown tables of the same; tables by ring type with throughput, latency, peak memory and speed; Burst's
 blocks of settings, times and rates; ``Benchmark Results for`` blocks; CSV of the same columns; flash-attention's
-printouts (`ringprof.printed.benchmarks.printouts`). Settings that the text states elsewhere apply to
+printouts. Settings that the text states elsewhere apply to
 the rows that follow, which name the line that a setting comes from.
 """
 
@@ -23,11 +23,11 @@ from ringprof.printed.benchmarks.pipes import (
     PipeRow,
     find_pipe_header,
     may_be_header,
+    parse_bool,
     parse_integer,
     parse_number,
     read_pipe_row,
 )
-from ringprof.printed.benchmarks.printouts import read_figures, read_heading
 from ringprof.printed.benchmarks.rows import STATED, BenchmarkLog, Fields, Flag, LogRow, LogSettings, completed, flag
 
 _TWO_RINGS = re.compile(r"\[[0-9]+(?:, ?[0-9]+){0,4096}\]\s{1,16}\[[0-9]+(?:, ?[0-9]+){0,4096}\]")
@@ -65,7 +65,7 @@ def parse_log(data: bytes, name: str) -> BenchmarkLog:
         has_titles = b"# of Calls" in data or b"Total Time (ns)" in data
         hint = f": for its kernel table, ringprof report {name}" if has_titles else ""
         if b"algbw" in data and b"busbw" in data:
-            raise InputError(f"{name}: tables of nccl-tests, which time links, not attention: see ringprof calibrate")
+            raise InputError(f"{name}: tables of nccl-tests, which time links alone: ringprof calibrate {name}")
         raise InputError(f"{name}: no benchmark rows in a known format{hint or _FORMATS}")
     return BenchmarkLog(name, tuple(reader.rows), reader.settings, tuple(reader.flags))
 
@@ -153,11 +153,11 @@ class _Reader:
 
     def _read_printout(self, line: str, index: int) -> bool:
         """Read a heading of flash-attention's benchmarks, or one result line below it; return whether it is one."""
-        if settings := read_heading(line):
+        if settings := _read_printout_heading(line):
             self._end_block()
             self._label, self._printout = (line.strip("# \n"), index + 1), settings
             return True
-        figures = read_figures(line) if self._printout and "wd" in line else None
+        figures = _read_printout_figures(line) if self._printout and "wd" in line else None
         if not self._printout or figures is None:
             return False
         method, fields = figures
@@ -415,6 +415,51 @@ def _read_results(lines: LogLines, index: int) -> tuple[Fields, int] | None:
     if mask is not None:
         fields["causal"] = "causal" in mask and "no" not in mask.split("causal")[0]
     return fields | {"steps": steps, "label": head[1]}, used
+
+
+# Results of one method a line, below a heading that states the settings of one GPU, as flash-attention prints them:
+# ### causal=True, headdim=128, batch_size=4, seqlen=4096 ###
+# Flash2 fwd: 150.25 TFLOPs/s, bwd: 170.50 TFLOPs/s, fwd + bwd: 164.25 TFLOPs/s
+# Fav3 fwd: 0.545ms, 126.2 TFLOPS
+_PRINTOUT = re.compile(r"#{2,4} (?=[^#]{0,400}seqlen)([^#]{1,400}) #{2,4}\s*")
+_PRINTED_SETTING = re.compile(r"(\w{1,40}) ?= ?([\w.]{1,20})")
+_PRINTED_NAMES = {
+    "causal": "causal", "headdim": "head_dim", "hdim": "head_dim", "batch_size": "batch", "batch": "batch",
+    "seqlen": "seq", "seqlen_k": "seq", "nheads": "heads", "nheads_q": "heads", "nheads_k": "kv_heads",
+}  # fmt: skip
+_PRINTED_PASS = re.compile(r"(fwd \+ bwd|fwd|bwd)\b(?! \+)[^:,]{0,40}:")
+_PRINTED_TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,20})?) ?(ms|us|s)\b")
+_PRINTED_RATE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,20})?) ?TFLOP", re.IGNORECASE)
+_TIME_OF_PASS = {"fwd": "forward_ms", "fwd + bwd": "forward_backward_ms"}
+_RATE_OF_PASS = {"fwd": "tflops_forward", "bwd": "tflops_backward", "fwd + bwd": "tflops"}
+_LONGEST_LINE = 400
+
+
+def _read_printout_heading(line: str) -> Fields | None:
+    """Return the settings of a heading that states a sequence length; None for any other line."""
+    match = _PRINTOUT.fullmatch(line.strip()) if "###" in line else None
+    if match is None:
+        return None
+    settings = {name.lower(): text for name, text in _PRINTED_SETTING.findall(match[1])}
+    fields: Fields = {"world_size": 1}
+    for title, name in _PRINTED_NAMES.items():
+        if title in settings:
+            fields.setdefault(name, (parse_bool if name == "causal" else parse_integer)(settings[title]))
+    return fields if fields.get("seq") else None
+
+
+def _read_printout_figures(line: str) -> tuple[str, Fields] | None:
+    """Return the method and the figures of a result line; None for any other line."""
+    passes = list(_PRINTED_PASS.finditer(line, 0, _LONGEST_LINE))
+    fields: Fields = {}
+    steps: dict[str, float] = {}
+    for match, following in zip(passes, [*passes[1:], None], strict=True):
+        text = line[match.end() : following.start() if following else _LONGEST_LINE]
+        for pattern, names in ((_PRINTED_TIME, _TIME_OF_PASS), (_PRINTED_RATE, _RATE_OF_PASS)):
+            if match[1] in names and (figure := pattern.search(text)) and (number := parse_number(figure[1])):
+                scale = _SCALES[figure[2]] if pattern is _PRINTED_TIME else 1.0
+                fields[names[match[1]]], steps[names[match[1]]] = (round(value * scale, 12) for value in number)
+    return (line[: passes[0].start()].strip(), fields | {"steps": steps}) if fields else None
 
 
 _GAP = r"[`*\"' ]{0,4}[:=][`*\"' ]{0,4}"

@@ -12,8 +12,7 @@ from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import MEMORY_BYTES, Limits
 from ringprof.errors import InputError
 from ringprof.printed.communication.analyse import CommLogFindings, OperationRow, SizeRow, analyse, place_of, words
-from ringprof.printed.communication.detect import find_comm_logs
-from ringprof.printed.communication.read import read_comm_logs
+from ringprof.printed.communication.read import find_comm_logs, read_comm_logs
 from ringprof.report.result import Result
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import TextStyle, binary_size, clean

@@ -14,20 +14,19 @@ from typing import Annotated, Any
 import msgspec
 
 from ringprof.common.decoding import UNREADABLE, decode_json, reason
+from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import MemoryBudget, MemoryLimitError
 from ringprof.errors import InputError
-from ringprof.printed.communication.detect import is_pickle
 from ringprof.printed.communication.operations import (
     COMPLETED,
     SCHEDULED,
     STARTED,
     Group,
-    KnownTimes,
     Operation,
     RankLog,
     bytes_of,
 )
-from ringprof.printed.communication.pickle_values import decode_values
+from ringprof.printed.communication.pickle_values import decode_values, is_pickle
 from ringprof.trace.columns import Message, Notice
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -252,7 +251,7 @@ def _operation(
     )  # fmt: skip
 
 
-def _times(entry: _Entry, posted: int) -> KnownTimes:
+def _times(entry: _Entry, posted: int) -> JsonObject:
     """Return the times that an entry knows of its kernel. JSON writes 0 for an unknown time.
 
     The start event of a batch is recorded when its last entry is posted, so the kernel is within the two events.

@@ -12,9 +12,10 @@ from typing import Annotated
 import msgspec
 
 from ringprof.common.decoding import decode_json
+from ringprof.common.json_object import JsonObject
 from ringprof.common.limits import MemoryBudget
 from ringprof.errors import InputError
-from ringprof.printed.communication.operations import COMPLETED, Group, KnownTimes, Operation, RankLog
+from ringprof.printed.communication.operations import COMPLETED, Group, Operation, RankLog
 from ringprof.trace.columns import Message, Notice
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -210,7 +211,7 @@ def _operation(line: _Line, rank: int) -> Operation | None:
     )  # fmt: skip
 
 
-def _times(exec_us: int, source: str, trace: _Times | None) -> KnownTimes:
+def _times(exec_us: int, source: str, trace: _Times | None) -> JsonObject:
     """Return the times of an operation, in nanoseconds.
 
     The printed time is that of the slowest channel, by the GPU's clock and with its fraction of a microsecond cut

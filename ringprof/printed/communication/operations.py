@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import msgspec
 
 from ringprof.trace.columns import Message, Notice
@@ -19,17 +17,6 @@ ELEMENT_BYTES = {
     "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1, "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1,
 }  # fmt: skip
 """Bytes of one element by the name that torch gives a type; other types have no size here."""
-
-
-class KnownTimes(TypedDict, total=False):
-    """Times of an `Operation` that a log knows, in nanoseconds; the fields are those of `Operation`."""
-
-    posted_ns: int | None
-    started_by_ns: int | None
-    completed_by_ns: int | None
-    least_ns: int | None
-    most_ns: int | None
-    shown_ns: int | None
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,11 @@ _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _GETS, _PUTS = {0x6A: "<I"}, {0x71: "<B", 0x72: "<I"}
 
 
+def is_pickle(head: bytes) -> bool:
+    """Return whether the first bytes of a file begin a pickle of protocol 2 to 5: a dictionary or a frame."""
+    return len(head) > 3 and head[0] == 0x80 and 2 <= head[1] <= 5 and (head[2] == 0x7D or head[2] == 0x95)
+
+
 def decode_values(data: bytes, name: str, most_bytes: int) -> Any:
     """Decode a pickle of plain values that takes at most about ``most_bytes`` of memory beside its text.
 

@@ -1,4 +1,4 @@
-"""Reader of communication logs: the log of every rank."""
+"""Reader of communication logs: which files of a folder they are, by their first bytes, and the log of every rank."""
 
 from __future__ import annotations
 
@@ -6,21 +6,84 @@ import os
 import re
 from collections.abc import Sequence
 
+from ringprof.common.files import files_in, is_file, is_folder, leading_out, within
 from ringprof.common.limits import Limits, MemoryBudget, MemoryLimitError, size_text
 from ringprof.errors import InputError
-from ringprof.printed.communication.detect import source_of
 from ringprof.printed.communication.flight_recorder import parse_dump
 from ringprof.printed.communication.nccl_inspector import parse_inspector, with_job_ranks
 from ringprof.printed.communication.operations import RankLog
+from ringprof.printed.communication.pickle_values import is_pickle
 from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import Notice
-from ringprof.trace.kineto.byte_source import ByteSource
+from ringprof.trace.formats import format_of
+from ringprof.trace.kineto.byte_source import ByteSource, first_bytes
 from ringprof.trace.one_run import rank_in_name
 
 _SHARE = 24
 """Memory that a decoded log takes, as a multiple of its text."""
 _OPERATION_BYTES = 1_000
 _DIGITS_AT_END = re.compile(r"([0-9]{1,7})(?:\.(?:json|pkl|pickle|pt|bin|trace))?(?:\.gz)?$")
+_MOST_FILES = 20_000
+_NAMES = re.compile(r"([0-9]|\.(json|pkl|pickle|pt|bin|trace|log))(\.gz)?$")
+"""Names of files in a folder that are opened: they end in a rank, or as dumps and logs do."""
+_MARKS = (b'"pg_config"', b'"record_id"', b'"comm_lib_version"')
+
+
+def is_flight_recorder(head: bytes) -> bool:
+    """Return whether the first bytes of a file are those of a Flight Recorder dump, a pickle or JSON."""
+    if is_pickle(head):
+        return any(key in head for key in (b"pg_config", b"profiling_name", b"nccl_version", b"pg_status"))
+    return head.lstrip()[:1] == b"{" and b'"traceEvents"' not in head and sum(mark in head for mark in _MARKS) >= 1
+
+
+def is_inspector(head: bytes) -> bool:
+    """Return whether the first bytes of a file are those of NCCL Inspector's JSON lines."""
+    return head.lstrip()[:1] == b"{" and b'"inspector_output_format_version"' in head[:4096]
+
+
+def source_of(path: str) -> str | None:
+    """Return the kind of communication log in a file, ``flight_recorder`` or ``nccl_inspector``.
+
+    Returns None for other files, and for files that cannot be read.
+    """
+    try:
+        head = first_bytes(path, path)
+    except InputError:
+        return None
+    if is_inspector(head):
+        return "nccl_inspector"
+    return "flight_recorder" if format_of(head) is None and is_flight_recorder(head) else None
+
+
+def find_comm_logs(paths: Sequence[str]) -> list[str]:
+    """Return the paths of communication logs: those in one folder, or the given files if all are logs.
+
+    Returns an empty list for a folder that has none or also holds a run or a trace, and if a given file is not a log.
+    """
+    if len(paths) == 1 and is_folder(paths[0]):
+        folder = paths[0]
+        if is_file(within(folder, "run.json")):
+            return []
+        prefix = os.path.join(folder, "")
+        files = [file for file in sorted(files_in(folder)) if _NAMES.search(file)][:_MOST_FILES]
+        unsafe = dict(leading_out(within(folder, "run.json"), (file.removeprefix(prefix) for file in files)))
+        logs = []
+        for file in files:
+            if file.removeprefix(prefix) in unsafe:
+                continue
+            if source_of(file) is not None:
+                logs.append(file)
+            elif _is_trace(file):
+                return []
+        return logs
+    return [*paths] if paths and all(is_file(path) and source_of(path) is not None for path in paths) else []
+
+
+def _is_trace(path: str) -> bool:
+    try:
+        return format_of(first_bytes(path, path)) is not None
+    except InputError:
+        return False
 
 
 def read_comm_logs(paths: Sequence[str], limits: Limits | None = None) -> tuple[list[RankLog], list[Notice]]:

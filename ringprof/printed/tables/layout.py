@@ -133,6 +133,9 @@ def find_layout(lines: LogLines, index: int) -> TableLayout | None:
     # Lines of other ranks may stand between a header and the rule below it.
     for above in range(index - 1, max(-1, index - 1 - _MAX_LINES_BETWEEN), -1):
         text = prefix.cut(lines[above])
+        if text is None and above == index - 1 and not rule.prefix.strip() and _parse_titles(lines[above], rule):
+            # Whoever copied the table began behind the first line's indentation.
+            text = lines[above]
         if text is not None and text.strip():
             titles = _parse_titles(text, rule)
             return TableLayout(above, index + 1, titles, rule) if titles else _find_wrapped(lines, index)

@@ -78,7 +78,8 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
     torch = [
         counted(_TorchTable(lines, layout, path).read(end))
         for layout, end in zip(layouts, reversed(ends), strict=True)
-        if not _is_nsys(layout.titles)
+        # Summaries of nsys by size have other counts than torch's tables, and no times.
+        if not _is_nsys(layout.titles) and not set(CALLS_TITLES).isdisjoint(layout.titles)
     ]
     tables = sorted([*torch, *_fold_nsys(nsys), *nvprof], key=lambda table: table.line)
     if not tables:

@@ -10,7 +10,6 @@ from ringprof.analysis.findings.step_rates import (
     PartRate,
     StepRates,
     label_of,
-    shape_coverage_clause,
 )
 from ringprof.common.formatting import flops_in_words, percent
 from ringprof.report.page.document import Content, PageContext
@@ -40,9 +39,7 @@ def _lines(findings: Findings) -> list[str]:
     if rates.mfu is not None:
         others = "".join(f"; {percent(share)} of the FLOPs are {dtype}" for dtype, share in rates.other_dtypes.items())
         lines.append(f"MFU {percent(rates.mfu)} of {rates.peak_tflops:g} TFLOP/s ({rates.peak_source}){others}")
-    missing = shape_coverage_clause(rates)
-    # Without a rate, the verdict says how few shapes are recorded.
-    return [*lines, missing] if missing and lines else lines
+    return lines
 
 
 def _rate(row: PartRate, rates: StepRates) -> str:

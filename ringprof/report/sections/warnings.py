@@ -12,7 +12,8 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     """List one warning per line, with its code."""
     lines = []
     for warning in findings.attribution.warnings:
-        times = f" ({warning.count} times)" if warning.count > 1 else ""
+        counted = warning.message.startswith(f"{warning.count} ")
+        times = f" ({warning.count} times)" if warning.count > 1 and not counted else ""
         where = f"rank {warning.rank}: " if warning.rank is not None else ""
         lines.append(f"{where}{clean(warning.message)}{times} [{clean(warning.code)}]")
     if not lines:

@@ -16,7 +16,7 @@ from ringprof.common.json_object import JsonObject
 from ringprof.trace.checks import LARGEST_NS, RANKS_LIMIT
 from ringprof.trace.columns import Device
 from ringprof.trace.kineto.collectives import whole_number
-from ringprof.trace.kineto.event_list import EMPTY, LIST_KEY, UNREADABLE, UTF8_MARK
+from ringprof.trace.kineto.event_list import BOUNDARY, EMPTY, LIST_KEY, UNREADABLE, UTF8_MARK, last_boundary
 
 _LENIENT = json.JSONDecoder(strict=False)
 
@@ -27,6 +27,8 @@ _NEXT_DOCUMENT = re.compile(rb"\}\s*(?=[{\[])")
 """Pattern of the boundary between two concatenated documents. Valid JSON has it only inside strings."""
 
 _SALVAGED_CHARACTERS = 4 << 20
+_LOOKED_AT = 1 << 13
+"""Bytes at each end of a piece of the event list in which repeated keys are looked for."""
 _ATTEMPTS = 3
 """Number of attempts to find a field in damaged text; each attempt may read to the end."""
 
@@ -69,7 +71,35 @@ def read_fields(text: bytes) -> tuple[JsonObject, bool]:
         values = {key: json.loads(bytes(raw_fields[key])) for key in _WANTED if raw_fields[key] is not EMPTY}
         return values, True
     except UNREADABLE:
+        # Python's decoder accepts NaN and Infinity, and control characters in strings.
+        with suppress(*UNREADABLE):
+            fields = _LENIENT.decode(text.decode())
+            return {key: fields[key] for key in _WANTED if key in fields}, True
         return _salvage_fields(text.decode("utf-8", "replace")), False
+
+
+def repeated_keys(text: bytes) -> set[str]:
+    """Return the keys that stand twice in one object of a JSON text with different values; none where it is damaged."""
+    repeated: set[str] = set()
+
+    def fields_of(pairs: list[tuple[str, Any]]) -> JsonObject:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            repeated.update(key for key, value in pairs if fields[key] != value)
+        return fields
+
+    with suppress(*UNREADABLE):
+        json.loads(text, object_pairs_hook=fields_of)
+    return repeated
+
+
+def repeated_at_ends(events: bytes) -> set[str]:
+    """Return `repeated_keys` of a piece's events, of those in its first and last `_LOOKED_AT` bytes."""
+    if len(events) <= 2 * _LOOKED_AT:
+        return repeated_keys(b"[" + events + b"]")
+    end, start = last_boundary(events[:_LOOKED_AT]), BOUNDARY.search(events, len(events) - _LOOKED_AT)
+    first = repeated_keys(b"[" + events[: end[0]] + b"]") if end else set()
+    return first | (repeated_keys(b"[" + events[start.end() :] + b"]") if start else set())
 
 
 def close_head(head: bytes) -> bytes:

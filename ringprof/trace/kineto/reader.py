@@ -15,7 +15,15 @@ from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
 from ringprof.trace.kineto.event_list import UNREADABLE, Event, EventStream, Piece, decode_events, decode_fields
 from ringprof.trace.kineto.event_tables import Collector
-from ringprof.trace.kineto.fields import Metadata, close_head, metadata_of, read_fields, read_tail
+from ringprof.trace.kineto.fields import (
+    Metadata,
+    close_head,
+    metadata_of,
+    read_fields,
+    read_tail,
+    repeated_at_ends,
+    repeated_keys,
+)
 from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.kineto.tracks import ON_DEVICE
 from ringprof.trace.memory import bytes_of_text, take_analysis
@@ -61,6 +69,8 @@ class _PassResult(msgspec.Struct):
     """Whether the run used a GPU but the trace has no device activities."""
     second_list: bool = False
     """Whether another list of events, or another document, follows the first list."""
+    repeated: set[str] = msgspec.field(default_factory=set)
+    """Keys found twice in one object, with different values."""
     damage: str | None = None
     """Description of damage in the compressed data; None if it is intact."""
 
@@ -97,6 +107,9 @@ def _read_once(source: str | bytes, name: str, budget: MemoryBudget, *, every_op
     tail_values, tail_sound, reading.second_list = read_tail(tail, bare_list=stream.list_root)
     values = head_values | tail_values if tail_sound else tail_values | head_values
     reading.metadata = metadata_of(values)
+    for text in (close_head(stream.head), b"{" + tail.strip().removeprefix(b",")):
+        reading.repeated |= repeated_keys(text)
+    reading.repeated |= {key for key in tail_values if head_values.get(key, values[key]) != values[key]}
     used_device = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
     reading.lacks_device = used_device and not collector.has_device_activities
     reading.fields_sound = head_sound and tail_sound
@@ -113,6 +126,7 @@ def _collect_piece(piece: Piece, stream: EventStream, reading: _PassResult) -> i
         else:
             events = decode_events(piece.framed)
         reading.collector.add(events)
+        reading.repeated |= repeated_at_ends(piece.data if end is None else piece.data[:end])
         return end
     except UNREADABLE:
         pass
@@ -203,6 +217,11 @@ def _unread_text(collector: Collector) -> str:
     return ", ".join(f"{source} ({count:,})" for source, count in collector.unread.most_common(3))
 
 
+def _keys(keys: set[str]) -> str:
+    """List up to five keys in their order."""
+    return ", ".join(repr(key[:40]) for key in sorted(keys)[:5])
+
+
 _ODDITIES = {
     "missing_time": "events without a readable time were left out",
     "zero_timestamp": "events with time 0 were left out",
@@ -252,6 +271,9 @@ def _warnings(reading: _PassResult) -> list[Notice]:
         problem = "commas between events are missing or too many"
         message = f"{reading.gaps} {problem}, from byte {offset} on; no event is lost"
         warnings.append(Notice("misplaced_commas", message, rank, reading.gaps, offset))
+    if reading.repeated:
+        message = f"keys stand twice in one object, and the last value counts: {_keys(reading.repeated)}"
+        warnings.append(Notice("repeated_keys", message, rank, len(reading.repeated)))
     if not reading.fields_sound:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
         warnings.append(Notice("damaged_metadata", message, rank))

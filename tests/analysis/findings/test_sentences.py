@@ -34,7 +34,7 @@ def sentences(*builders):
         (MERGE, KERNEL, "39.0 % is merges and copies."),
         ("sm90_xmma_gemm_bf16", KERNEL, "39.0 % is matrix products."),
         ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", KERNEL, "39.0 % is the optimizer."),
-        ("elementwise_kernel", KERNEL, "39.0 % is computation other than attention."),
+        ("elementwise_kernel", KERNEL, "39.0 % is other computation."),
         ("Memcpy DtoD", MEMCPY, "40.0 % is merges and copies, most of it memory copies."),
         ("Memset", MEMSET, "40.0 % is merges and copies, most of it memory sets."),
     ],

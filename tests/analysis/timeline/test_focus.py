@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.timeline.window import Focus, parse_between
 from ringprof.errors import UsageError
@@ -53,6 +54,20 @@ def test_window_can_be_the_whole_trace():
 def test_unknown_window_error_lists_the_ranges():
     with pytest.raises(UsageError, match=r"rank0.json has no such range; it has 'ProfilerStep#4', 'layer 0'"):
         walls(steps(), window="layer 7")
+
+
+@pytest.mark.parametrize(
+    ("producer", "words"),
+    [
+        ("torch", r"step\(\) of torch.profiler"),
+        ("nsys", "an NVTX range around each"),
+        ("unknown", r"step\(\) of torch.profiler"),
+    ],
+)
+def test_a_trace_without_ranges_is_told_how_to_mark_steps(producer, words):
+    trace = replace(Builder(world_size=1).run(FLASH, 50, 60, launched=10).trace(), producer=producer)
+    with pytest.raises(UsageError, match=rf"no such range; it has none \(to mark steps: {words}"):
+        attribute([trace], focus=Focus(window="step"))
 
 
 def test_a_range_around_nothing_is_refused():

@@ -379,7 +379,7 @@ def test_rates_above_the_peak_in_a_printout() -> None:
 
 def test_the_error_names_the_formats() -> None:
     nccl_tests = b"#  size  count  type  redop  root  time  algbw  busbw #wrong\n 8 2 float sum -1 5.0 0.0 0.0 0\n"
-    with pytest.raises(InputError, match=r"nccl-tests, which time links, not attention: see ringprof calibrate"):
+    with pytest.raises(InputError, match=r"nccl-tests, which time links alone: ringprof calibrate a.txt"):
         parse_log(nccl_tests, "a.txt")
     with pytest.raises(InputError, match=r"column seqlen .* flash-attention's .* 'Benchmark Results for' blocks"):
         parse_log(b"seq, a, b\n", "a.txt")

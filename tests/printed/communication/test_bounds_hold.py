@@ -9,8 +9,7 @@ from random import Random
 import pytest
 
 import ringprof
-from ringprof.printed.communication.analyse import OperationRow, analyse
-from ringprof.printed.communication.bounds import begun_by_of, bounds_of
+from ringprof.printed.communication.analyse import OperationRow, analyse, begun_by_of, bounds_of
 from ringprof.printed.communication.comm_log_report import load_comm_logs
 from ringprof.printed.communication.match import match_operations
 from ringprof.printed.communication.operations import Group, Operation, RankLog

@@ -13,7 +13,7 @@ from functools import cache
 
 import ringprof
 from ringprof.analysis.transfers.hops import Split
-from ringprof.printed.communication.bounds import Bounds
+from ringprof.printed.communication.analyse import Bounds
 from ringprof.printed.communication.comm_log_report import CommLogAnalysis, load_comm_logs
 from tests.paths import DATA
 

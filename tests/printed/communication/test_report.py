@@ -17,7 +17,7 @@ import ringprof
 from ringprof.cli import run as run_command
 from ringprof.errors import InputError
 from ringprof.printed.communication.comm_log_report import load_comm_logs
-from ringprof.printed.communication.detect import find_comm_logs
+from ringprof.printed.communication.read import find_comm_logs
 from tests.paths import DATA, ROOT
 from tests.printed.communication.strip import write_dumps
 from tests.printed.communication.test_flight_recorder import OPEN, dump, entry, hop

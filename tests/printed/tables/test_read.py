@@ -180,6 +180,22 @@ def test_nsys_summaries_become_one_table() -> None:
     ]
 
 
+def test_nsys_summaries_by_size_are_no_tables_of_times() -> None:
+    by_size = """
+ Total (MB)  Count  Avg (MB)  Operation
+ ----------  -----  --------  ---------------------------
+     22.500     15     1.500  [CUDA memcpy Host-to-Device]
+"""
+    assert read_tables((NSYS + by_size).encode(), "log") == read_tables((NSYS + "\n" * 5).encode(), "log")
+
+
+def test_a_table_copied_without_the_indentation_of_its_first_line() -> None:
+    lines = NSYS.splitlines()
+    header = next(index for index, line in enumerate(lines) if "Instances" in line)
+    lines[header] = lines[header].lstrip()
+    assert read_tables("\n".join(lines).encode(), "log")[0].rows == read_tables(NSYS.encode(), "log")[0].rows
+
+
 def test_nsys_csv_is_read() -> None:
     text = 'Time (%),Total Time (ns),Instances,Name\n60.0,6000,12,"void k<1, 2>(int)"\n40.0,4000,2,other\n\nrest'
     assert [(row.name, row.self_device_ns) for row in read_tables(text.encode(), "log")[0].rows] == [
