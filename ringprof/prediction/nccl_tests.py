@@ -20,7 +20,7 @@ from ringprof.errors import InputError, UsageError
 from ringprof.prediction.calibration import Calibration, Link, Nccl, measured
 from ringprof.prediction.network import channels
 
-_RANK = re.compile(r"# {1,8}Rank .{0,200}? on {1,80}(\S{1,200}) {1,8}device {1,8}\d+ {1,8}\[[^\]]{0,40}\] (.{1,80})")
+_RANK = re.compile(r"# {1,8}Rank .{0,200}? on {1,80}(\S{1,200}) {1,8}device {1,8}[0-9]+ {1,8}\[[^\]]{0,40}\] (.{1,80})")
 _PROGRAM = re.compile(r"\b(\w{1,40}?)_perf(?:_mpi)?\b")
 _TAG = re.compile(r"\[[0-9,]{1,20}\]<std\w{3}>: ?")
 """Mark that Open MPI puts before each line."""

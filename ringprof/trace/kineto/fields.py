@@ -71,9 +71,10 @@ def read_fields(text: bytes) -> tuple[JsonObject, bool]:
         values = {key: json.loads(bytes(raw_fields[key])) for key in _WANTED if raw_fields[key] is not EMPTY}
         return values, True
     except UNREADABLE:
-        # Python's decoder accepts NaN and Infinity, and control characters in strings.
+        # Python's decoder accepts NaN and Infinity, and control characters in strings; no UTF-8 holds lone surrogates.
         with suppress(*UNREADABLE):
             fields = _LENIENT.decode(text.decode())
+            json.dumps(fields, ensure_ascii=False).encode()
             return {key: fields[key] for key in _WANTED if key in fields}, True
         return _salvage_fields(text.decode("utf-8", "replace")), False
 
