@@ -41,7 +41,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..errors import PeerLost, Unsupported
 from .copy_engine import stop_copies
-from .groups import abort_channels, channel_groups, raise_if_stopped, timeout
+from .groups import abort_channels, channel_groups, close_gloo, raise_if_stopped, timeout
 from .handshake import WARNED_AFTER_S
 
 _HASH_BITS = 31
@@ -310,6 +310,7 @@ class CallComparison:
         # Streams of this process may wait for what no rank sends.
         stop_copies(self.refusal, channel_groups(self.group_name))
         abort_channels(self.group_name)
+        close_gloo(self.group_name)
         return False
 
     def _refused_in_store(self) -> int:

@@ -21,6 +21,8 @@ from ..errors import RankRaised
 
 SUBGROUP = "cp"
 """Name of process groups of some ranks that strategies are created over, beside those of channels."""
+waiting: set[object] = set()
+"""Transfers that this process waits for."""
 stopped: dict[str, str] = {}
 """Why the groups of these names make no call until they have recovered; `passes` keeps it."""
 _UNUSED_TAG = 2**30
@@ -66,12 +68,19 @@ def abort_channels(within: str) -> None:
             # A backend may be unable to abort, and an older torch does not offer it.
             with suppress(RuntimeError, AttributeError):
                 group.abort()
-    for group in groups:
-        if backend_for("cpu", group) == "gloo":
-            # gloo cannot abort, but closes all connections of a group where a transfer exceeds its timeout.
-            with suppress(RuntimeError):
+
+
+def close_gloo(within: str) -> None:
+    """Close all connections over gloo of the channels of the group named ``within``, so that this rank's waits end.
+
+    gloo cannot abort, but does this where a transfer exceeds its timeout. A connection that a peer closes in the middle
+    of a message leaves a wait for it without end, so that nobody may close them who is not waiting.
+    """
+    for group in channel_groups(within):
+        for step in range(1, group.size() if backend_for("cpu", group) == "gloo" else 1):
+            with suppress(RuntimeError):  # the timeout, or a peer whose connection is closed already
                 never = torch.empty(1, device="cpu")
-                group.recv([never], (group.rank() + 1) % group.size(), _UNUSED_TAG).wait(_AT_ONCE)
+                group.recv([never], (group.rank() + step) % group.size(), _UNUSED_TAG).wait(_AT_ONCE)
 
 
 def forget_channels(within: str) -> None:

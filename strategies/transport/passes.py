@@ -2,9 +2,9 @@
 
 A rank that raises in a pass has made some of its hops. The hops of its next call would fill those that the others still
 wait for, and their results would be wrong without an error. So a rank whose pass raises writes why to the store of
-torch.distributed, and aborts the communicators of its channels. Ranks that wait for it over gloo lose their connection
-and read the store. Elsewhere, a thread of each rank reads it twice a second, and ends what the rank and its streams
-wait for. They raise `RankRaised` in that call or at a later one, and no rank sends until all have called `recover`.
+torch.distributed, and aborts the communicators of its channels. A thread of each rank reads it twice a second, and
+ends what the rank and its streams wait for; over gloo, a transfer that is waited for at two looks. They raise
+`RankRaised` in that call or at a later one, and no rank sends until all have called `recover`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from torch.distributed import distributed_c10d as c10d
 from ..errors import PeerLost, RankRaised, Unsupported
 from .call_comparison import forget_comparison, look_regularly, wake_comparison
 from .copy_engine import drain_copies, stop_copies
-from .groups import abort_channels, channel_groups, forget_channels, raise_if_stopped, stopped, timeout
+from .groups import (
+    abort_channels,
+    channel_groups,
+    close_gloo,
+    forget_channels,
+    raise_if_stopped,
+    stopped,
+    timeout,
+    waiting,
+)
 from .handshake import forget_calls
 from .hop_comparison import forget_hops
 from .ring_channel import Meter
@@ -81,6 +90,8 @@ class GroupPasses:
         self._own = False
         """Whether it is this rank that has raised, where one has."""
         stopped.pop(self._name, None)  # of a group before torch.distributed was started again
+        self._waiting: set[object] = set()
+        """Transfers that this process waited for at the last look since it knows that another has raised."""
         self._lock = threading.Lock()
         look_regularly(self, "ringprof-passes")
 
@@ -105,10 +116,17 @@ class GroupPasses:
         """
         if dist.group.WORLD is not self._world():
             return False
+        if self._name in stopped:
+            with self._lock:
+                # What all have sent arrives between two looks. The rest waits for the rank that has raised.
+                if self._name in stopped and self._waiting & waiting:
+                    close_gloo(self._name)
+                self._waiting = set(waiting)
         if self._name not in stopped and (self.entered or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             with self._lock:
                 if self._name not in stopped and self._store.check([self._key]):
                     self._stop(self._store.get(self._key).decode(), own=False)
+                    self._waiting = set(waiting)
         return True
 
     def left(self, error: BaseException, phase: str, *, has_sent: bool) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..annotate import annotate
 from ..errors import Unsupported
 from .copy_engine import CopyHop
+from .groups import waiting
 from .hosts import OTHER_HOST, SAME_HOST, Hosts
 from .message import Message, MessageLayout, Shapes, layout_of, shapes_of
 
@@ -37,9 +38,13 @@ class Hop:
         """
         if self._works is None:
             raise RuntimeError("wait called twice on one hop")
-        with annotate("wait", self._channel):
-            for work in self._works:
-                work.wait()
+        waiting.add(self)
+        try:
+            with annotate("wait", self._channel):
+                for work in self._works:
+                    work.wait()
+        finally:
+            waiting.discard(self)
         # Held until here because the transfer needs it; freed before the next hop allocates memory.
         received, self._works, self._sent, self._received = self._received, None, (), None
         return received
