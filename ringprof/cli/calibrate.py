@@ -123,8 +123,9 @@ def command(
     path = Path(output or _OUTPUT)
     if runs:
         with show_progress("runs") as notify:
-            tables = [table for run in runs if is_log(run) for table in read_tables(run)]
-            recorded = [run for run in runs if not is_log(run)]
+            logs = [run for run in runs if is_log(run)]
+            tables = [table for log in logs for table in read_tables(log)]
+            recorded = [run for run in runs if run not in logs]
             device = find_run(recorded[0]).environment.devices[0] if recorded else tables[0].device
             known = read_calibration(base) if base else base_for(device)
             observed = []

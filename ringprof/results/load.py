@@ -191,8 +191,9 @@ def _newer_beside(path: str, run: Run) -> Path | None:
     newest, when = None, run.created
     for file in () if is_url(path) else folder.parent.glob(f"{glob.escape(folder.name)}-*/run.json"):
         with suppress(InputError):
-            if re.fullmatch("-[0-9]{1,3}", file.parent.name[len(folder.name) :]) and read_run(file).created > when:
-                newest, when = Path(folder_of(path)).with_name(file.parent.name), read_run(file).created
+            is_numbered = re.fullmatch("-[0-9]{1,3}", file.parent.name[len(folder.name) :])
+            if is_numbered and (created := read_run(file).created) > when:
+                newest, when = Path(folder_of(path)).with_name(file.parent.name), created
     return newest
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from pathlib import Path
 
 from ringprof.common.json_object import JsonObject
@@ -37,7 +38,7 @@ class AppendedLog:
                 _append(self._path, f"{json.dumps(line)}\n".encode())
             except OSError as error:
                 self._lost += 1
-                if set(str(self._lost)[1:]) <= {"0"} and str(self._lost)[0] == "1":
+                if re.fullmatch("10*", str(self._lost)):
                     _log.warning("%s cannot be written (%s): %d lines are lost", self._path, error.strerror, self._lost)
                 return
         self._lost, self._previous = 0, line.get("hash", "")

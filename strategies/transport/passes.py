@@ -122,7 +122,7 @@ class GroupPasses:
                 if self._name in stopped and self._waiting & waiting:
                     close_gloo(self._name)
                 self._waiting = set(waiting)
-        if self._name not in stopped and (self.entered or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        elif self.entered or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             with self._lock:
                 if self._name not in stopped and self._store.check([self._key]):
                     self._stop(self._store.get(self._key).decode(), own=False)
@@ -193,6 +193,7 @@ class GroupPasses:
             forget_comparison(group)
             forget_calls(group)
             forget_hops(group)
+            self._waiting.clear()  # a transfer holds its tensors
             del stopped[self._name]
             self.generation += 1
 
